@@ -1,0 +1,62 @@
+# Trimtab. `make` lists the targets; `make up` is the whole mesh on this machine.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# The first interpreter of a supported version that can make virtual environments.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help setup lock proto baseline check test test-fast up bench-overhead clean clean-cache
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+	@echo 'ARGS="..." is handed on to up, test and bench; TRIMTAB_ACCELERATOR=cpu|gpu chooses the engine of setup.'
+
+setup: ## make .venv, install everything, fetch the default model (does nothing when up to date)
+	@test -n '$(PYTHON)' || { echo 'setup: no Python 3.11 to 3.14 found; install one, or: make setup PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) tools/setup.py
+
+lock: ## resolve requirements/constraints*.txt anew
+	@$(PYTHON) tools/setup.py --lock
+
+proto: ## generate trimtab/v1 from protos/
+	@$(BIN)/python tools/generate.py
+
+baseline: ## take the protos as they are for what `make check` compares against
+	@$(BIN)/buf build -o protos/baseline.binpb
+
+check: setup ## lint, formats, types, layers, protos, generated code
+	@echo '==> ruff check: lint';              $(BIN)/ruff check --output-format concise .
+	@echo '==> ruff format: layout';           $(BIN)/ruff format --check .
+	@echo '==> mypy: types, strict';           $(BIN)/mypy; $(BIN)/mypy tools/*.py
+	@echo '==> lint-imports: who may import whom'; $(BIN)/lint-imports
+	@echo '==> buf lint: the wire contract';   $(BIN)/buf lint
+	@echo '==> buf format: its layout';        $(BIN)/buf format -d --exit-code
+	@if test -f protos/baseline.binpb; then \
+	  echo '==> buf breaking: against protos/baseline.binpb'; $(BIN)/buf breaking --against protos/baseline.binpb; fi
+	@echo '==> generate --check: trimtab/v1 is what the protos give'; $(BIN)/python tools/generate.py --check
+
+test: setup ## every test, those with a real vLLM included
+	@echo '==> pytest'; $(BIN)/python -m pytest --durations=10 $(ARGS)
+
+test-fast: setup ## the tests that need no vLLM
+	@echo '==> pytest, without vLLM'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)
+
+up: setup ## the whole mesh on this machine
+	@$(BIN)/trimtab up $(ARGS)
+
+bench-overhead: setup ## what the mesh costs next to plain vLLM
+	@$(BIN)/trimtab bench overhead $(ARGS)
+
+clean: ## remove build outputs and tool caches (.venv and the model stay)
+	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
+
+clean-cache: ## list and remove the converted model in the user's cache directory
+	@test -x $(BIN)/python || { echo 'clean-cache: .venv is missing; run make setup first' >&2; exit 1; }
+	@$(BIN)/python -m services.worker.model remove
