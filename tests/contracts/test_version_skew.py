@@ -1,0 +1,115 @@
+"""Older and newer builds talk to each other. The older one is `protos/baseline.binpb`: the protos as they were at the last release."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypothesis import given, settings
+
+from tests.trimtab import test_codec
+from trimtab import codec
+from trimtab import policy as p
+from trimtab.errors import PolicyRefused
+from trimtab.policy import POLICY_SCHEMA
+from trimtab.snapshot import Document, Node, resolve
+from trimtab.v1 import control_pb2, inference_pb2, policy_pb2
+
+ROOT = Path(__file__).parents[2]
+BASELINE = ROOT / "protos" / "baseline.binpb"
+
+
+class Build:
+    """Message classes of another build, made from its descriptors, in a pool of their own."""
+
+    def __init__(self, files: descriptor_pb2.FileDescriptorSet) -> None:
+        pool = descriptor_pool.DescriptorPool()
+        for file in files.file:
+            pool.Add(file)
+        self._pool = pool
+
+    def __getattr__(self, name: str):
+        return message_factory.GetMessageClass(self._pool.FindMessageTypeByName(f"trimtab.v1.{name}"))
+
+
+def the_files() -> descriptor_pb2.FileDescriptorSet:
+    return descriptor_pb2.FileDescriptorSet.FromString(BASELINE.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Build:
+    return Build(the_files())
+
+
+@pytest.fixture(scope="module")
+def ancestor() -> Build:
+    """A build from before some things existed: no log probabilities, no engine queue, no pins, no workloads beyond the first."""
+    files = the_files()
+    gone = {"Delta": "logprobs", "AdmissionPolicy": "engine_queue", "PolicyDocument": "pins", "Hello": "policy_schema"}
+    for file in files.file:
+        for message in file.message_type:
+            kept = [f for f in message.field if f.name != gone.get(message.name)]
+            if len(kept) < len(message.field):
+                dropped = next(f for f in message.field if f.name == gone[message.name])
+                del message.field[:]
+                message.field.extend(kept)
+                if dropped.proto3_optional:
+                    del message.oneof_decl[dropped.oneof_index]
+    return Build(files)
+
+
+@given(request=test_codec.requests)
+@settings(max_examples=25)
+def test_a_baseline_peer_reads_and_returns_our_requests(request):
+    other = Build(the_files()).GenerateRequest
+    ours = codec.encode_request(request).SerializeToString()
+    back = inference_pb2.GenerateRequest.FromString(other.FromString(ours).SerializeToString())
+    assert codec.decode_request(back) == request
+
+
+@given(document=test_codec.documents)
+@settings(max_examples=25)
+def test_an_older_control_plane_passes_newer_documents_on_unchanged(document):
+    """The document travels as bytes, so whoever passes it on can't lose what it does not know."""
+    snapshot = codec.seal(document, epoch=1, revision=1)
+    other = Build(the_files()).PolicySnapshot
+    passed = other.FromString(codec.encode_snapshot(snapshot).SerializeToString()).SerializeToString()
+    assert codec.decode_snapshot(policy_pb2.PolicySnapshot.FromString(passed)) == snapshot
+
+
+def test_an_ancestor_reads_what_it_knows_of_newer_messages(ancestor):
+    delta = inference_pb2.Delta(first_index=3, token_ids=[1, 2], text="ab")
+    delta.logprobs.add(logprob=-1.0)
+    old = ancestor.Delta.FromString(delta.SerializeToString())
+    assert (old.first_index, list(old.token_ids), old.text) == (3, [1, 2], "ab")
+    assert inference_pb2.Delta.FromString(old.SerializeToString()) == delta
+
+
+def test_we_read_an_ancestors_messages_with_what_it_lacks_at_its_default(ancestor):
+    hello = control_pb2.Hello.FromString(ancestor.Hello(node_id="w0", pool="chat").SerializeToString())
+    node = codec.decode_node(hello)
+    assert (node.node_id, node.policy_schema) == ("w0", 0)
+
+
+def test_a_node_of_an_older_schema_refuses_what_it_can_not_obey_and_takes_what_it_can():
+    newest = max(p.FIELDS.values(), key=lambda f: f.schema)
+    older = Node("w0", policy_schema=POLICY_SCHEMA - 1)
+    beyond = Document(base={newest.path: newest.default + 1}, needs_schema=POLICY_SCHEMA)
+    with pytest.raises(PolicyRefused) as e:
+        resolve(beyond, older, now_unix_ms=0)
+    assert e.value.cause == "SCHEMA_TOO_OLD"
+    plain = Document(base={newest.path: newest.default})
+    assert plain.own_schema() == 0
+    resolve(plain, older, now_unix_ms=0)
+
+
+def test_nothing_on_the_wire_breaks_the_baseline():
+    buf = Path(sys.executable).with_name("buf")
+    if not buf.exists():
+        pytest.skip("buf is not installed (extra dev)")
+    done = subprocess.run([buf, "breaking", "--against", str(BASELINE)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, textwrap.indent(done.stdout + done.stderr, "  ")

@@ -1,0 +1,1 @@
+"""What every process of the mesh needs around its logic: settings, telemetry, RPC, processes."""

@@ -1,0 +1,109 @@
+"""What every verb shares: exit codes, errors for people and for programs, and the options that mean the same everywhere.
+
+stdout carries the answer alone, so that `--json` can be piped; what went wrong goes to stderr in words, and with `--json` to stdout too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from trimtab.errors import TrimtabError
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+WIDTH = 80
+
+
+class ExitCode(enum.IntEnum):
+    """How a verb ended (DESIGN §8)."""
+
+    OK = 0
+    GOAL_FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    REFUSED = 4
+    PARTIAL = 5
+
+
+_BY_REASON = {
+    "POLICY_REFUSED": ExitCode.REFUSED,
+    "CONFLICT": ExitCode.REFUSED,
+    "INVALID_REQUEST": ExitCode.USAGE,
+    "MODEL_NOT_FOUND": ExitCode.USAGE,
+}
+_BY_GRPC_CODE = {
+    "UNAVAILABLE": ExitCode.UNREACHABLE,
+    "DEADLINE_EXCEEDED": ExitCode.UNREACHABLE,
+    "INVALID_ARGUMENT": ExitCode.USAGE,
+    "FAILED_PRECONDITION": ExitCode.REFUSED,
+    "RESOURCE_EXHAUSTED": ExitCode.REFUSED,
+}
+
+
+def exit_code(error: TrimtabError) -> ExitCode:
+    """By the error's reason where it is known, else by its gRPC code."""
+    return _BY_REASON.get(error.reason) or _BY_GRPC_CODE.get(error.grpc_code, ExitCode.GOAL_FAILED)
+
+
+def fail(error: TrimtabError, as_json: bool) -> NoReturn:
+    """Say what went wrong, and end the process with its code."""
+    if as_json:
+        facts = {
+            "reason": error.reason,
+            "message": error.message,
+            "violations": [{"field": v.field, "description": v.description} for v in error.violations],
+            **error.metadata,
+        }
+        echo_json({"error": facts})
+    click.secho(f"error: {error.message}", fg="red", err=True)
+    for v in error.violations:
+        click.echo(f"  {v.field}: {v.description}", err=True)
+    sys.exit(exit_code(error))
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a verb's work. Ctrl-C cancels it and ends with 130, as a shell expects."""
+    try:
+        return asyncio.run(coroutine)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def echo_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def json_option(function: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(function)
+
+
+def control_option(function: F) -> F:
+    text = "Control plane. [default: TRIMTAB_CONTROL, else the running `trimtab up`, else 127.0.0.1:7071]"
+    return click.option("--control", metavar="HOST:PORT", help=text)(function)
+
+
+def gateway_option(function: F) -> F:
+    text = "Gateway. [default: TRIMTAB_GATEWAY, else the running `trimtab up`, else 127.0.0.1:7070]"
+    return click.option("--gateway", metavar="HOST:PORT", help=text)(function)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Aligned columns; the last one wraps at WIDTH. `right` are the columns that align to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        start = "".join(f"{cell}  " for cell in cells)
+        last = textwrap.wrap(row[-1], max(20, WIDTH - indent)) or [""]
+        lines += [(start + last[0]).rstrip(), *(" " * indent + more for more in last[1:])]
+    return "\n".join(lines)

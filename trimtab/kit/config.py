@@ -1,0 +1,185 @@
+"""Settings: one frozen dataclass for each process, read once, with every error reported at once.
+
+Precedence: flag > TRIMTAB_<SECTION>_<KEY> > `[section]` of trimtab.toml > default. An unknown key is an error that names the nearest
+known one. Settings never overlap with policy fields: a setting is fixed for the life of a process, a policy is pushed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+SECTIONS = ("worker", "gateway", "control", "up")
+FILE_PLACES = (Path("trimtab.toml"), Path("/etc/trimtab/trimtab.toml"))
+
+
+class ConfigError(Exception):
+    """Every fault found, one line each."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def find_file(explicit: str | None) -> Path | None:
+    """The settings file to read: `explicit` must exist; else ./trimtab.toml, else /etc/trimtab/trimtab.toml, else none."""
+    if explicit:
+        path = Path(explicit)
+        if not path.is_file():
+            raise ConfigError([f"settings file {explicit} does not exist"])
+        return path
+    return next((p for p in FILE_PLACES if p.is_file()), None)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _unwrap(kind: Any) -> tuple[Any, bool]:
+    """(type, may be None)."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        inner = [a for a in typing.get_args(kind) if a is not type(None)]
+        return inner[0], True
+    return kind, False
+
+
+def _convert(kind: Any, raw: Any) -> Any:
+    kind, optional = _unwrap(kind)
+    if optional and raw in (None, ""):
+        return None
+    if typing.get_origin(kind) is tuple:
+        parts = raw if isinstance(raw, list | tuple) else str(raw).split(",")
+        return tuple(str(part).strip() for part in parts if str(part).strip())
+    if kind is bool:
+        if isinstance(raw, bool):
+            return raw
+        text = str(raw).strip().lower()
+        if text in ("1", "true", "yes", "on"):
+            return True
+        if text in ("0", "false", "no", "off"):
+            return False
+        raise ValueError("must be true or false")
+    if kind is int:
+        if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
+            raise ValueError("must be a whole number")
+        try:
+            return int(raw)
+        except (TypeError, ValueError):
+            raise ValueError("must be a whole number") from None
+    if kind is float:
+        try:
+            return float(raw)
+        except (TypeError, ValueError):
+            raise ValueError("must be a number") from None
+    if not isinstance(raw, str):
+        raise ValueError("must be text")
+    return raw
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    options = list(known)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(options))}"
+
+
+def read_file(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The file's sections; a section that nobody reads is an error."""
+    if path is None:
+        return {}
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError([f"{path}: {e}"]) from e
+    faults = [f"{path}: unknown section [{name}]{_nearest(name, SECTIONS)}" for name in data if name not in SECTIONS]
+    faults += [
+        f"{path}: {name} must be a section" for name, v in data.items() if name in SECTIONS and not isinstance(v, dict)
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return data
+
+
+def load(
+    cls: type[T],
+    section: str,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> T:
+    """Settings of one process. ConfigError lists every fault; `flags` with value None count as not given."""
+    env = os.environ if env is None else env
+    hints = _hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+
+    def take(name: str, raw: Any, where: str, shown: str) -> None:
+        if name not in fields:
+            faults.append(f"{where}: unknown key {shown}{_nearest(name, fields)}")
+            return
+        try:
+            found[name] = _convert(hints[name], raw)
+        except ValueError as e:
+            faults.append(f"{where}: {shown} {e}, not {raw!r}")
+
+    try:
+        for name, raw in read_file(file).get(section, {}).items():
+            take(name, raw, f"{file} [{section}]", name)
+    except ConfigError as e:
+        faults += e.faults
+    prefix = f"TRIMTAB_{section.upper()}_"
+    for key, raw in env.items():
+        if key.startswith(prefix):
+            take(key[len(prefix) :].lower(), raw, "environment", key)
+    for name, raw in (flags or {}).items():
+        if raw is not None and raw != ():
+            take(name, raw, "command line", "--" + name.replace("_", "-"))
+    try:
+        built = cls(**found)
+    except ValueError as e:
+        raise ConfigError([*faults, str(e)]) from e
+    if faults:
+        raise ConfigError(faults)
+    return built
+
+
+def options(cls: type) -> Callable[[F], F]:
+    """Click options for every setting of `cls`, so that a setting is spelled in one place. All default to None: "not given"."""
+    import click
+
+    hints = _hints(cls)
+
+    def decorate(function: F) -> F:
+        for f in reversed(dataclasses.fields(cls)):
+            kind, _ = _unwrap(hints[f.name])
+            flag = "--" + f.name.replace("_", "-")
+            text = f.metadata.get("help", "")
+            shown = f.default if f.default not in ("", None, ()) else "none"
+            text = f"{text} [default: {shown}]"
+            if kind is bool:
+                function = click.option(f"{flag}/--no-{flag[2:]}", f.name, default=None, help=text)(function)
+            else:
+                function = click.option(flag, f.name, default=None, help=text, metavar=_metavar(kind))(function)
+        return function
+
+    return decorate
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X", str: "TEXT"}.get(kind, "A,B,…")

@@ -1,0 +1,66 @@
+"""Processes: dying with the parent, where state lives, and small facts of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import platformdirs
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, sig: signal.Signals) -> None:
+    """Have the kernel send `sig` to this process when its parent ends, however it ends. Linux only; elsewhere it does nothing.
+
+    The parent may have ended before the call: then the signal is sent at once. It fires when the *thread* that started this process
+    ends, so start children from a thread that lives as long as the process.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), sig)
+
+
+def state_dir(mesh: str) -> Path:
+    """Where a mesh keeps its run.json, traces, cached policy and logs, for this user. TRIMTAB_STATE_DIR overrides the root."""
+    root = os.environ.get("TRIMTAB_STATE_DIR") or platformdirs.user_state_dir("trimtab")
+    path = Path(root) / mesh
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with contextlib.closing(socket.socket()) as s:
+        s.bind((host, 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    with contextlib.closing(socket.socket()) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace the file's content; a crash leaves the old or the new, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)

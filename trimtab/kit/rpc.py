@@ -1,0 +1,200 @@
+"""gRPC as the mesh uses it: channel and server options with their reasons, and errors that keep their meaning across processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import psutil
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from trimtab.errors import BY_REASON, EngineFault, Internal, Outcome, TrimtabError, Violation, outcome_of
+
+DOMAIN = "trimtab"
+MAX_MESSAGE_BYTES = 16 << 20
+"""A 128K-token prompt is under 1 MiB as ids or text; 16 MiB leaves room for chats with long histories."""
+MAX_METADATA_BYTES = 16 << 10
+
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    # Two processes that share a port steal each other's traffic; a taken port must be an error (ECOSYSTEM §2).
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    # A peer's keep-alive must never end its streams by "too many pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A restarted peer should be found again in a moment; the default first back-off is a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    # Channels to one address must not share a connection's fate.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+log = structlog.get_logger(__name__)
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def encode_status(error: TrimtabError) -> status_pb2.Status:
+    """As google.rpc.Status: ErrorInfo always, BadRequest for violations, RetryInfo where retrying makes sense."""
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_code)
+    details: list[any_pb2.Any] = []
+
+    def pack(message: Any) -> None:
+        box = any_pb2.Any()
+        box.Pack(message)
+        details.append(box)
+
+    pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    if error.violations:
+        bad = error_details_pb2.BadRequest()
+        for v in error.violations:
+            bad.field_violations.add(field=v.field, description=v.description)
+        pack(bad)
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status_pb2.Status(code=code.value[0], message=error.message, details=details)
+
+
+def code_name(number: int) -> str:
+    """The gRPC code's name, such as "UNAVAILABLE"."""
+    return next((c.name for c in grpc.StatusCode if c.value[0] == number), "UNKNOWN")
+
+
+def decode_status(status: Any) -> TrimtabError:
+    """The error that `encode_status` made, or the nearest one for a status from elsewhere. `status` is any google.rpc.Status-alike."""
+    reason, metadata, violations, retry = "", {}, [], None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            violations = [Violation(v.field, v.description) for v in bad.field_violations]
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info_retry = error_details_pb2.RetryInfo()
+            detail.Unpack(info_retry)
+            retry = info_retry.retry_delay.ToMilliseconds()
+    code = code_name(status.code)
+    if not reason and code in ("DEADLINE_EXCEEDED", "CANCELLED"):
+        reason = code  # gRPC's own word for it, which carries no details
+    kind = BY_REASON.get(reason)
+    if kind is None or kind.__init__ is not TrimtabError.__init__:
+        kind = _stand_in(code, reason)
+    return kind(status.message, violations=tuple(violations), metadata=metadata, retry_after_ms=retry)
+
+
+_STAND_INS: dict[tuple[str, str], type[TrimtabError]] = {}
+
+
+def _stand_in(code: str, reason: str) -> type[TrimtabError]:
+    """A class for a status that the tree does not hold: it keeps code and reason, and the outcome that they imply."""
+    if (code, reason) not in _STAND_INS:
+        outcome = outcome_of(code, reason)
+        base = EngineFault if outcome is Outcome.ENGINE_FAULT else TrimtabError
+        http = {
+            "UNAVAILABLE": 503,
+            "RESOURCE_EXHAUSTED": 429,
+            "UNIMPLEMENTED": 501,
+            "CANCELLED": 499,
+            "DEADLINE_EXCEEDED": 504,
+        }
+        facts = {
+            "grpc_code": code,
+            "reason": reason or code,
+            "outcome": outcome,
+            "http_status": http.get(code, 400 if outcome is Outcome.CLIENT_FAULT else 500),
+            "default_retry_after_ms": None,
+        }
+        # Built without registering a subclass by name anywhere: BY_REASON is made once, at import.
+        _STAND_INS[code, reason] = type("RemoteError", (base,), facts)
+    return _STAND_INS[code, reason]
+
+
+def from_call(error: grpc.aio.AioRpcError) -> TrimtabError:
+    """The domain error behind a failed call."""
+    for name, value in error.trailing_metadata() or ():
+        if name == "grpc-status-details-bin":
+            status = status_pb2.Status()
+            status.ParseFromString(value if isinstance(value, bytes) else value.encode("latin-1"))
+            return decode_status(status)
+    return decode_status(status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name))
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TrimtabError) -> NoReturn:
+    """End the call with the error's status and details."""
+    if error.retry_after_ms is not None:
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", str(error.retry_after_ms)),))
+    await context.abort_with_status(rpc_status.to_status(encode_status(error)))
+    raise AssertionError("abort returns never")
+
+
+@contextlib.asynccontextmanager
+async def guarded(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turns what a handler raises into a status. An unforeseen exception is logged here and says nothing of itself to the caller."""
+    try:
+        yield
+    except TrimtabError as e:
+        await abort(context, e)
+    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+        raise
+    except grpc.aio.AioRpcError as e:
+        await abort(context, from_call(e))
+    except Exception:
+        log.exception("handler failed")
+        await abort(context, Internal("an internal error; the server's log has it"))
+
+
+class PortTaken(Exception):
+    """The address can't be bound; the message names who holds it."""
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Bind without TLS; the port (chosen when it was 0). PortTaken names the holder."""
+    try:
+        port: int = server.add_insecure_port(address)
+    except RuntimeError as e:
+        raise PortTaken(port_taken(address)) from e
+    if port == 0:
+        raise PortTaken(port_taken(address))
+    return port
+
+
+def port_taken(address: str) -> str:
+    """One sentence on who holds the port, as far as this user may see it."""
+    port = int(address.rsplit(":", 1)[1])
+    holder = "another process"
+    with contextlib.suppress(psutil.Error, OSError):
+        for c in psutil.net_connections("tcp"):
+            if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid:
+                holder = f"{psutil.Process(c.pid).name()} (pid {c.pid})"
+                break
+    return f"can't listen on {address}: {holder} holds the port; stop it, or choose another port"
+
+
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
+    """Cancel and wait for the end; whatever it raises is over with it."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task

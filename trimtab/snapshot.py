@@ -1,0 +1,239 @@
+"""A snapshot of the policy: its identity, what it holds, and what one node makes of it.
+
+Everybody gets the same bytes; each node resolves its own policy from them, here, so that the control plane shows exactly what the node
+does. Invariant: resolving never half-applies; it gives a whole Policy or one refusal.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from trimtab.errors import PolicyRefused
+from trimtab.policy import FIELDS, POLICY_SCHEMA, Partial, Policy, Value, check, min_schema, with_fields
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Identity:
+    """(epoch, revision) orders snapshots; the digest tells apart two that claim the same place. `Identity()` is "none"."""
+
+    epoch: int = 0
+    revision: int = 0
+    sha256: bytes = field(default=b"", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.revision}"
+
+
+class Verdict(enum.Enum):
+    """What a node does with a pushed snapshot."""
+
+    TAKE = "take"
+    SAME = "same"
+    OLDER = "older"
+    CLASH = "clash"
+
+
+def judge(held: Identity, pushed: Identity) -> Verdict:
+    """DESIGN §3: greater is taken, smaller is ignored, equal with another digest is an error."""
+    if pushed > held:
+        return Verdict.TAKE
+    if pushed < held:
+        return Verdict.OLDER
+    return Verdict.SAME if pushed.sha256 == held.sha256 else Verdict.CLASH
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Opaque bytes and their identity."""
+
+    identity: Identity
+    document: bytes
+
+
+class ScopeKind(enum.IntEnum):
+    """Weakest first (DESIGN §4)."""
+
+    MESH = 0
+    POOL = 1
+    LABEL = 2
+    NODE = 3
+    ROLLOUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whom an overlay or adjustment is for. `names` is one pool, one "key=value", one node id, or a rollout's node ids."""
+
+    kind: ScopeKind = ScopeKind.MESH
+    names: tuple[str, ...] = ()
+
+    def covers(self, node: Node) -> bool:
+        match self.kind:
+            case ScopeKind.MESH:
+                return True
+            case ScopeKind.POOL:
+                return node.pool in self.names
+            case ScopeKind.LABEL:
+                return any(f"{k}={v}" in self.names for k, v in node.labels.items())
+            case ScopeKind.NODE | ScopeKind.ROLLOUT:
+                return node.node_id in self.names
+
+
+class Owner(enum.IntEnum):
+    """Who wrote an overlay."""
+
+    SPEC = 1
+    CONTROLLER = 2
+    ROLLOUT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """A partial policy for a part of the mesh."""
+
+    name: str
+    scope: Scope
+    policy: Partial
+    owner: Owner = Owner.SPEC
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A controller's change to one field on top of the spec: a factor in [0.1, 1], or a delta when `factor` is None."""
+
+    controller: str
+    field: str
+    scope: Scope
+    reason: str
+    expires_unix_ms: int
+    factor: float | None = None
+    delta: int = 0
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A field that adjustments leave alone."""
+
+    field: str
+    author: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a snapshot's bytes decode to. `needs_schema` is what the writer asked for; a node below it refuses."""
+
+    base: Partial = field(default_factory=dict)
+    overlays: tuple[Overlay, ...] = ()
+    adjustments: tuple[Adjustment, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    written_unix_ms: int = 0
+    needs_schema: int = 0
+
+    def own_schema(self) -> int:
+        """The schema that the fields set here need."""
+        return min_schema(self.base, *(o.policy for o in self.overlays))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can do at most. 0 means unknown, and bounds nothing. `max_model_len` in tokens."""
+
+    max_num_seqs: int = 0
+    max_step_tokens: int = 0
+    max_model_len: int = 0
+    block_size: int = 0
+    total_blocks: int = 0
+    engine: str = ""
+
+    def of(self, name: str | None) -> int | None:
+        return (getattr(self, name) or None) if name else None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What resolving needs to know of a node."""
+
+    node_id: str
+    pool: str = "default"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    policy_schema: int = POLICY_SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A node's own policy, and for each field where its value comes from."""
+
+    policy: Policy
+    sources: Mapping[str, str]
+
+
+def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
+    """The node's policy, or PolicyRefused. `now_unix_ms` is on the clock of `document.written_unix_ms`.
+
+    A value that a person set beyond the engine's limit is refused; a default beyond it is clamped, since nobody asked for it.
+    """
+    if document.needs_schema > node.policy_schema:
+        raise PolicyRefused(
+            f"the policy needs schema {document.needs_schema}, {node.node_id} understands {node.policy_schema}: "
+            "upgrade the node, or set the newer fields back to their defaults",
+            reason="SCHEMA_TOO_OLD",
+            node=node.node_id,
+        )
+    values: dict[str, Value] = {}
+    sources: dict[str, str] = {}
+    layers = [("spec", document.base)]
+    ranked = sorted((o for o in document.overlays if o.scope.covers(node)), key=lambda o: o.scope.kind)
+    layers += [(f"overlay {o.name} ({o.scope.kind.name.lower()})", o.policy) for o in ranked]
+    for source, partial in layers:
+        for path, value in partial.items():
+            check(path, value)
+            values[path] = value
+            sources[path] = source
+    for path, value in values.items():
+        limit = node.limits.of(FIELDS[path].limit)
+        if limit is not None and value > limit:
+            raise PolicyRefused(
+                f"{path} = {value} is above what the engine of {node.node_id} can do "
+                f"({FIELDS[path].limit} = {limit}); set it to {limit} or less, or start the worker with a higher limit",
+                reason="ABOVE_ENGINE_LIMIT",
+                field=path,
+                node=node.node_id,
+            )
+    pinned = {p.field for p in document.pins}
+    live = [a for a in document.adjustments if a.expires_unix_ms > now_unix_ms and a.scope.covers(node)]
+    for path, f in FIELDS.items():
+        spec = values.get(path, f.default)
+        sources.setdefault(path, "default")
+        limit = node.limits.of(f.limit)
+        ceiling = f.maximum if limit is None else min(f.maximum, limit)
+        moved = [] if path in pinned else [a for a in live if a.field == path]
+        effective = fold(spec, moved, f.minimum, ceiling)
+        if moved:
+            sources[path] += f", {spec} → {effective} by " + ", ".join(f"{a.controller} ({a.reason})" for a in moved)
+        elif effective != spec:
+            sources[path] += f", clamped to the engine's {f.limit}"
+        values[path] = effective
+    policy = with_fields(Policy(), values)
+    if policy.prefill.step_tokens < policy.batch.active:
+        raise PolicyRefused(
+            f"prefill.step_tokens = {policy.prefill.step_tokens} is less than batch.active = {policy.batch.active}: each running "
+            "request takes one token of a step, so some would starve; lower batch.active first, or raise prefill.step_tokens",
+            reason="STARVES_DECODES",
+            field="prefill.step_tokens",
+            node=node.node_id,
+        )
+    return Resolved(policy, sources)
+
+
+def fold(spec: Value, adjustments: Iterable[Adjustment], low: Value, high: Value) -> Value:
+    """clamp(round(spec × Π factor + Σ delta), low, high) (DESIGN §4)."""
+    moves = list(adjustments)
+    factor = math.prod(min(1.0, max(0.1, a.factor)) for a in moves if a.factor is not None)
+    delta = sum(a.delta for a in moves if a.factor is None)
+    return max(low, min(high, round(spec * factor + delta)))
