@@ -1,0 +1,1 @@
+"""The data plane: workers, gateways, the load generator."""

@@ -1,0 +1,1 @@
+"""A worker: one engine behind gRPC."""

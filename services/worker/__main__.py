@@ -1,0 +1,181 @@
+"""A worker process: settings → engine → policy → gRPC → control link; SIGTERM drains. `python -m services.worker --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import grpc
+import structlog
+import uvloop
+from prometheus_client import start_http_server
+
+from services.worker.control import PolicyKeeper
+from services.worker.engines import Engine
+from services.worker.gate import Gate
+from services.worker.health import Health
+from services.worker.membership import Membership, node_of
+from services.worker.metrics import WorkerMetrics
+from services.worker.model import ModelError
+from services.worker.server import InferenceServicer, register
+from services.worker.serving import Serving
+from services.worker.settings import WorkerSettings
+from trimtab.errors import EngineDead
+from trimtab.kit import config, process, rpc, telemetry
+from trimtab.messages import NodeState
+from trimtab.policy import Policy
+
+log = structlog.get_logger(__name__)
+
+EXIT_USAGE = 2
+EXIT_ENGINE_DEAD = 3
+
+
+def build_engine(s: WorkerSettings) -> Engine:
+    """The engine that the settings name; heavy imports happen only for the one that is wanted."""
+    if s.engine == "simulated":
+        from services.worker.engines.simulated import SimulatedEngine
+
+        return SimulatedEngine(
+            model=s.served_model_name or "simulated",
+            max_num_seqs=s.max_num_seqs,
+            max_step_tokens=s.max_step_tokens,
+            max_model_len=s.max_model_len or 131_072,
+            step_ms=s.step_ms,
+            token_us=s.token_us,
+        )
+    from services.worker import model
+    from services.worker.engines.vllm import VllmEngine
+
+    path = str(model.resolve(s.model))
+    name = s.served_model_name or (model.SMOLLM2.name if s.model == "default" else s.model.rstrip("/").split("/")[-1])
+    return VllmEngine(
+        model_path=path,
+        model=name,
+        max_num_seqs=s.max_num_seqs,
+        max_step_tokens=s.max_step_tokens,
+        max_model_len=s.max_model_len,
+        dtype=s.dtype,
+        kv_cache_gib=s.kv_cache_gib,
+        allow_untested=s.allow_untested_vllm,
+    )
+
+
+@dataclass
+class Worker:
+    """What one process is made of."""
+
+    settings: WorkerSettings
+    engine: Engine
+    serving: Serving
+    health: Health
+    metrics: WorkerMetrics
+    server: grpc.aio.Server
+    membership: Membership
+    stopping: asyncio.Event
+
+
+async def compose(s: WorkerSettings) -> Worker:
+    """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    port = rpc.bind(server, s.listen)
+    engine = build_engine(s)
+    await engine.start()
+    node = node_of(s, engine)
+    gate = Gate(Policy())
+    state = process.state_dir(s.mesh)
+    keeper = PolicyKeeper(node, engine, gate, state / f"policy-{s.node_id}.json")
+    await keeper.start()
+    metrics = WorkerMetrics(engine.model)
+    serving = Serving(s.node_id, engine, gate, keeper, metrics)
+    stopping = asyncio.Event()
+    health = Health(engine, gate, lambda: serving.draining, stopping.set)
+    metrics.watch(
+        lambda: serving.load,
+        engine.limits,
+        lambda: engine.pulse().step_no,
+        lambda: health.state is NodeState.SERVING,
+    )
+    host = s.listen.rsplit(":", 1)[0]
+    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics)
+    servicer = InferenceServicer(serving, gate, lambda: engine.pulse().step_no, engine.limits.max_model_len)
+    register(server, servicer, health.servicer)
+    return Worker(s, engine, serving, health, metrics, server, membership, stopping)
+
+
+async def serve(s: WorkerSettings) -> int:
+    """Until SIGTERM or the engine's death; the exit code."""
+    w = await compose(s)
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, w.stopping.set)
+    host, port = s.metrics.rsplit(":", 1)
+    try:
+        httpd, _ = start_http_server(int(port), host, registry=w.metrics.registry)
+    except OSError as e:
+        await w.engine.stop()
+        raise rpc.PortTaken(rpc.port_taken(s.metrics)) from e
+    await w.server.start()
+    background = [
+        asyncio.create_task(w.health.run(), name="health"),
+        asyncio.create_task(w.membership.run(), name="control link"),
+    ]
+    log.info("worker ready", node=s.node_id, listen=s.listen, engine=w.engine.limits.engine, model=w.engine.model)
+    await w.stopping.wait()
+    if w.engine.dead:
+        log.error("engine died", node=s.node_id)
+        w.membership.say_engine_died("the engine process is gone")
+        await asyncio.sleep(0.2)  # the event's way out; the process has nothing else to wait for
+    else:
+        await drain(w)
+    for task in background:
+        await rpc.cancel_and_wait(task)
+    await w.server.stop(0.5)
+    dead = w.engine.dead
+    await w.engine.stop()
+    httpd.shutdown()
+    log.info("worker stopped", node=s.node_id)
+    return EXIT_ENGINE_DEAD if dead else 0
+
+
+async def drain(w: Worker) -> None:
+    """No new work; what runs gets `drain_s` to finish."""
+    w.serving.draining = True
+    w.membership.say_draining(w.settings.drain_s)
+    log.info("draining", unfinished=w.serving.unfinished, deadline_s=w.settings.drain_s)
+    deadline = asyncio.get_running_loop().time() + w.settings.drain_s
+    while w.serving.unfinished and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+@click.command()
+@click.option("--config", "config_file", default=None, metavar="FILE", help="settings file")
+@config.options(WorkerSettings)
+def main(config_file: str | None, **flags: Any) -> None:
+    """One worker: an engine behind gRPC."""
+    try:
+        s = config.load(WorkerSettings, "worker", flags=flags, file=config.find_file(config_file))
+    except config.ConfigError as e:
+        click.echo("\n".join(e.faults), err=True)
+        sys.exit(EXIT_USAGE)
+    if s.parent_pid is not None:
+        process.die_with_parent(s.parent_pid, signal.SIGTERM)
+    telemetry.setup_logging(f"worker {s.node_id}", level=s.log_level)
+    provider = telemetry.setup_tracing(f"worker-{s.node_id}", process.state_dir(s.mesh))
+    try:
+        code = uvloop.run(serve(s))
+    except (rpc.PortTaken, EngineDead, ModelError) as e:
+        click.echo(f"worker {s.node_id}: {e}", err=True)
+        code = EXIT_USAGE if isinstance(e, rpc.PortTaken) else EXIT_ENGINE_DEAD
+    with contextlib.suppress(Exception):
+        provider.shutdown()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The worker's policy: takes pushed snapshots, applies them to the engine, keeps the last good one on disk.
+
+A snapshot is applied whole or not at all. The answer says when it took effect, or why it was refused; a refused one leaves the worker on
+its last good policy. Adjustments expire here by the monotonic clock, so expiry needs nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import structlog
+
+from services.worker.engines import Engine
+from services.worker.gate import Gate
+from trimtab import codec
+from trimtab.errors import PolicyRefused
+from trimtab.kit.process import write_atomically
+from trimtab.policy import Policy
+from trimtab.snapshot import Document, Identity, Node, Resolved, Snapshot, Verdict, judge, resolve
+from trimtab.v1 import control_pb2
+
+log = structlog.get_logger(__name__)
+
+
+class PolicyKeeper:
+    """Belongs to one event loop. `path` is where the last good snapshot lives."""
+
+    def __init__(self, node: Node, engine: Engine, gate: Gate, path: Path) -> None:
+        self._node = node
+        self._engine = engine
+        self._gate = gate
+        self._path = path
+        self._expiry: asyncio.TimerHandle | None = None
+        self._renewals: set[asyncio.Task[None]] = set()
+        self._applying = asyncio.Lock()
+        self.held = Identity()
+        self.resolved = Resolved(Policy(), {})
+
+    async def start(self) -> None:
+        """Run under the policy on disk, or under the defaults; a file that can't be trusted is passed over, and said so."""
+        stored = self._load()
+        if stored is not None:
+            snapshot, sent_unix_ms = stored
+            try:
+                await self._apply(snapshot, sent_unix_ms)
+                log.info("policy loaded from disk", policy=str(self.held))
+                return
+            except PolicyRefused as e:
+                log.warning("policy on disk refused", reason=e.cause, message=e.message)
+        self.resolved = resolve(Document(), self._node, now_unix_ms=0)
+        await self._engine.apply(self.resolved.policy)
+        self._gate.set_policy(self.resolved.policy)
+
+    async def on_push(self, snapshot: Snapshot, sent_unix_ms: int, traceparent: str) -> control_pb2.PolicyResult:
+        """Take, ignore or refuse; the answer goes back on the stream that brought it."""
+        begun = time.monotonic()
+        answer = control_pb2.PolicyResult(identity=codec.encode_identity(snapshot.identity), traceparent=traceparent)
+        try:
+            match judge(self.held, snapshot.identity):
+                case Verdict.OLDER:
+                    answer.ignored_holding.CopyFrom(codec.encode_identity(self.held))
+                    return answer
+                case Verdict.CLASH:
+                    raise PolicyRefused(
+                        f"{snapshot.identity} is here already with other content", reason="DIGEST_CLASH"
+                    )
+                case Verdict.SAME:
+                    answer.applied.step_no = self._engine.pulse().step_no
+                    return answer
+                case Verdict.TAKE:
+                    answer.applied.step_no = await self._apply(snapshot, sent_unix_ms)
+        except PolicyRefused as e:
+            log.warning(
+                "policy refused",
+                policy=str(snapshot.identity),
+                holding=str(self.held),
+                reason=e.cause,
+                message=e.message,
+            )
+            answer.refused.reason, answer.refused.field, answer.refused.message = e.cause, e.field, e.message
+            return answer
+        answer.applied.apply_ms = (time.monotonic() - begun) * 1000.0
+        self._store(snapshot, sent_unix_ms)
+        log.info(
+            "policy applied",
+            policy=str(snapshot.identity),
+            step_no=answer.applied.step_no,
+            apply_ms=round(answer.applied.apply_ms, 2),
+        )
+        return answer
+
+    async def _apply(self, snapshot: Snapshot, now_unix_ms: int) -> int:
+        """The engine step from which it holds. `now_unix_ms` is the sender's clock at this moment."""
+        document = codec.decode_document(snapshot.document)
+        async with self._applying:
+            resolved = resolve(document, self._node, now_unix_ms=now_unix_ms)
+            applied = await self._engine.apply(resolved.policy)
+            self._gate.set_policy(resolved.policy)
+            self.resolved = resolved
+            self.held = snapshot.identity
+        self._arm(document, snapshot, now_unix_ms)
+        return applied.step_no
+
+    def _arm(self, document: Document, snapshot: Snapshot, now_unix_ms: int) -> None:
+        """Resolve again when the next adjustment expires."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        ends = [a.expires_unix_ms for a in document.adjustments if a.expires_unix_ms > now_unix_ms]
+        if not ends:
+            return
+
+        def renew() -> None:
+            if self.held == snapshot.identity:
+                task = asyncio.get_running_loop().create_task(self._renew(snapshot, min(ends)))
+                self._renewals.add(task)
+                task.add_done_callback(self._renewals.discard)
+
+        self._expiry = asyncio.get_running_loop().call_later((min(ends) - now_unix_ms) / 1000.0, renew)
+
+    async def _renew(self, snapshot: Snapshot, now_unix_ms: int) -> None:
+        await self._apply(snapshot, now_unix_ms)
+        log.info("policy adjustment expired", policy=str(snapshot.identity))
+
+    def _store(self, snapshot: Snapshot, sent_unix_ms: int) -> None:
+        i = snapshot.identity
+        row = {
+            "epoch": i.epoch,
+            "revision": i.revision,
+            "sha256": i.sha256.hex(),
+            "document": snapshot.document.hex(),
+            "sent_unix_ms": sent_unix_ms,
+            "received_unix_ms": int(time.time() * 1000),
+        }
+        try:
+            write_atomically(self._path, json.dumps(row).encode())
+        except OSError as e:
+            # The policy holds all the same; only a restart without control plane would miss it.
+            log.warning("policy not stored on disk", path=str(self._path), error=str(e))
+
+    def _load(self) -> tuple[Snapshot, int] | None:
+        try:
+            row = json.loads(self._path.read_bytes())
+            snapshot = Snapshot(
+                Identity(row["epoch"], row["revision"], bytes.fromhex(row["sha256"])), bytes.fromhex(row["document"])
+            )
+            # The digest is checked as for one from the wire.
+            codec.decode_snapshot(codec.encode_snapshot(snapshot))
+            away_ms = max(0, int(time.time() * 1000) - row["received_unix_ms"])
+            return snapshot, row["sent_unix_ms"] + away_ms
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, PolicyRefused) as e:
+            log.warning("policy on disk is not usable", path=str(self._path), error=str(e))
+            return None

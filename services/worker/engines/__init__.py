@@ -1,0 +1,109 @@
+"""Engines behind one small interface: `vllm` is the product, `simulated` is for scale and for tests of everything around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trimtab.messages import Load, Sampling, TokenLogprobs, Workload
+from trimtab.policy import Policy
+from trimtab.progress import Pulse
+from trimtab.snapshot import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as an engine takes it: token ids in, at most `max_tokens` out. `sampling.stop` is matched by the worker, not here.
+
+    The last `delivered` of `token_ids` are output that another worker has already delivered; the rest is the prompt.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    workload: Workload
+    delivered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamps:
+    """Moments of one request, in seconds of time.monotonic() on this host; 0.0 where not reached."""
+
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one job. `finish` is None, "stop" (end of sequence or stop token; its token is the last of `token_ids`) or "length"."""
+
+    token_ids: tuple[int, ...]
+    finish: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    stamps: Stamps = Stamps()
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A policy's acknowledgement: the engine step before which it took effect."""
+
+    step_no: int
+
+
+class TextStream(Protocol):
+    """Turns output tokens to text as they come; whole characters only."""
+
+    def step(self, token_id: int) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """The model's text ⇄ tokens. Calls may take milliseconds for long prompts; run them off the event loop then."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def text_stream(self, prompt: tuple[int, ...], *, skip_special: bool) -> TextStream: ...
+
+
+class Engine(Protocol):
+    """One engine. `generate` may be closed at any moment, which frees the request within one engine step."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def start(self) -> None:
+        """Ready to serve on return; raises EngineDead when it can't."""
+
+    def check(self, job: Job) -> None:
+        """InvalidRequest when this engine can't take the job; called before it is queued."""
+
+    def generate(self, job: Job) -> AsyncGenerator[Output, None]:
+        """Tokens as they come. Raises EngineDead when the engine is gone."""
+
+    async def apply(self, policy: Policy) -> Applied:
+        """Take effect at the next step boundary, then return. PolicyRefused changes nothing."""
+
+    def load(self) -> Load:
+        """Now, from the engine's own counters; cheap enough for every step."""
+
+    def pulse(self) -> Pulse:
+        """The newest step's announcement; never waits for the engine."""
+
+    @property
+    def dead(self) -> bool:
+        """True once the engine is gone for good."""
+
+    async def stop(self) -> None:
+        """End the engine and every process of it."""

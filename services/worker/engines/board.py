@@ -1,0 +1,81 @@
+"""A board in shared memory on which the engine process announces its steps; the front process reads it without a message.
+
+One writer, any readers. A sequence number that is odd while a write is under way tells a reader to look again, so a reader never sees
+half a row. Reading costs microseconds and works while the engine is stuck, which is what health needs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_ROW = struct.Struct("<QQddQIIQIIQQQ")
+_SEQ = struct.Struct("<Q")
+SIZE = 4096
+
+
+@dataclass(slots=True)
+class Row:
+    """What is announced. Times are seconds of time.monotonic(), which all processes of a host share."""
+
+    step_no: int = 0
+    begun: float = 0.0
+    predicted_ms: float = 0.0
+    ended: int = 1
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+
+
+def create() -> Path:
+    """A new, zeroed board; the creator removes it. Boards of creators that were killed are removed here."""
+    shared = Path("/dev/shm")
+    directory = shared if shared.is_dir() else None
+    for old in (directory or Path(tempfile.gettempdir())).glob("trimtab-*-*"):
+        pid = old.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            old.unlink(missing_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f"trimtab-{os.getpid()}-", dir=directory)
+    os.write(fd, bytes(SIZE))
+    os.close(fd)
+    return Path(name)
+
+
+class Board:
+    """A view of the board at `path`, for its writer or for a reader."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as f:
+            self._map = mmap.mmap(f.fileno(), SIZE)
+
+    def write(self, row: Row) -> None:
+        (seq,) = _SEQ.unpack_from(self._map, 0)
+        _SEQ.pack_into(self._map, 0, seq + 1)
+        _ROW.pack_into(
+            self._map, 0,
+            seq + 1, row.step_no, row.begun, row.predicted_ms, row.ended, row.running, row.waiting, row.queued_prefill_tokens,
+            row.free_blocks, row.total_blocks, row.output_tokens, row.computed_tokens, row.preemptions,
+        )  # fmt: skip
+        _SEQ.pack_into(self._map, 0, seq + 2)
+
+    def read(self) -> Row:
+        """The newest whole row."""
+        while True:
+            values = _ROW.unpack_from(self._map, 0)
+            (after,) = _SEQ.unpack_from(self._map, 0)
+            if values[0] % 2 == 0 and after == values[0]:
+                return Row(*values[1:])
+
+    def close(self) -> None:
+        self._map.close()

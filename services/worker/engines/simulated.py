@@ -1,0 +1,152 @@
+"""The simulated engine: `trimtab.engine` stepped in real time. It needs no model, starts at once and says the same words each time.
+
+It shows how everything around an engine behaves; what it proves of vLLM is nothing. It ignores how tokens would be sampled
+(temperature, penalties, seed, bias) and refuses what it can't imitate (structured output).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from services.worker.engines import Applied, Job, Output, Stamps
+from services.worker.engines.tokenizers import ByteTokenizer
+from trimtab.engine import Costs, EngineValue
+from trimtab.errors import EngineDead, InvalidRequest, Violation
+from trimtab.messages import Load, TokenLogprobs, TopLogprob
+from trimtab.policy import Policy
+from trimtab.progress import Pulse
+from trimtab.scheduling import StepCaps, step_caps
+from trimtab.snapshot import Limits
+
+WORDS = "the trim tab turns the rudder, and the rudder turns the ship — 小さな舵 🚢 "
+NATURAL_LENGTH = 48
+"""Output tokens after which a request without `ignore_eos` ends by itself, at least; a share of the prompt's digest is added."""
+
+
+@dataclass(slots=True)
+class _Live:
+    job: Job
+    offset: int
+    output_len: int
+    ends_by_itself: bool
+    inbox: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)
+    scheduled: float = 0.0
+    first: float = 0.0
+
+
+class SimulatedEngine:
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        step_ms: float,
+        token_us: float,
+    ) -> None:
+        self.model = model
+        self.tokenizer = ByteTokenizer()
+        blocks = max(4096, 4 * max_model_len // 16)
+        self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, 16, blocks, "simulated")
+        self._value = EngineValue(Costs(step_ms, token_us), 16, blocks)
+        self._caps = StepCaps(max_num_seqs, max_step_tokens)
+        self._live: dict[str, _Live] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._pulse = Pulse()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="simulated engine")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        for live in self._live.values():
+            live.inbox.put_nowait(None)
+
+    def check(self, job: Job) -> None:
+        if job.sampling.structure is not None:
+            why = "the simulated engine has no grammar; use --engine vllm"
+            raise InvalidRequest(why, violations=(Violation(f"sampling.{job.sampling.structure.kind.value}", why),))
+
+    async def generate(self, job: Job) -> AsyncGenerator[Output, None]:
+        if self._task is None or self._task.done():
+            raise EngineDead("the simulated engine is not running")
+        prompt = job.token_ids[: len(job.token_ids) - job.delivered]
+        digest = int.from_bytes(hashlib.sha256(repr(prompt).encode()).digest()[:4], "little")
+        offset = len(WORDS[: digest % len(WORDS)].encode())
+        natural = max(1, NATURAL_LENGTH + digest % NATURAL_LENGTH - job.delivered)
+        by_itself = not job.sampling.ignore_eos and natural <= job.max_tokens
+        live = _Live(job, offset + job.delivered, natural if by_itself else job.max_tokens, by_itself)
+        self._live[job.request_id] = live
+        self._value.add(job.request_id, len(job.token_ids), live.output_len, job.workload)
+        self._wake.set()
+        try:
+            while True:
+                output = await live.inbox.get()
+                if output is None:
+                    raise EngineDead("the simulated engine stopped")
+                yield output
+                if output.finish is not None:
+                    return
+        finally:
+            self._live.pop(job.request_id, None)
+            self._value.remove(job.request_id)
+
+    async def apply(self, policy: Policy) -> Applied:
+        self._caps = step_caps(policy, self.limits)
+        return Applied(self._value.steps + 1)
+
+    def load(self) -> Load:
+        return self._value.load()
+
+    def pulse(self) -> Pulse:
+        return self._pulse
+
+    @property
+    def dead(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            if not self._value.busy:
+                self._wake.clear()
+                await self._wake.wait()
+                due = loop.time()
+            begun = time.monotonic()
+            result = self._value.step(self._caps)
+            self._pulse = Pulse(self._value.steps, begun, result.cost_ms, ended=False)
+            for request_id in result.started:
+                if live := self._live.get(request_id):
+                    live.scheduled = begun
+            due = max(due + result.cost_ms / 1000.0, loop.time())
+            await asyncio.sleep(due - loop.time())
+            self._pulse = Pulse(self._value.steps, begun, result.cost_ms)
+            ended = time.monotonic()
+            for emission in result.emissions:
+                if live := self._live.get(emission.request_id):
+                    live.inbox.put_nowait(self._output(live, emission.index, emission.last, ended))
+
+    def _output(self, live: _Live, index: int, last: bool, now: float) -> Output:
+        data = WORDS.encode()
+        token = data[(live.offset + index) % len(data)]
+        if last and live.ends_by_itself:
+            token = ByteTokenizer.EOS
+        if index == 0:
+            live.first = now
+        finish = None if not last else ("stop" if live.ends_by_itself else "length")
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if live.job.sampling.logprobs is not None:
+            raw = self.tokenizer.token_bytes(token)
+            top = (TopLogprob(token, 0.0, raw),) if live.job.sampling.logprobs else ()
+            logprobs = (TokenLogprobs(0.0, raw, top),)
+        return Output((token,), finish, logprobs, Stamps(live.scheduled, live.first, now))

@@ -1,0 +1,92 @@
+"""Tokenizers behind the `Tokenizer` interface: the model's own, and one byte a token for the simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.worker.engines import TextStream
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer (any that vLLM uses). `vocab_size` is the model's, in tokens."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._fast = getattr(tokenizer, "_tokenizer", None)
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """`messages` are (role, content) pairs; the model's chat template, with the answer's opening."""
+        ids = self._tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return tuple(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return str(self._tokenizer.decode([token_id])).encode()
+
+    def text_stream(self, prompt: tuple[int, ...], *, skip_special: bool) -> TextStream:
+        if self._fast is None:
+            raise TypeError("the worker needs a fast (Rust) tokenizer; this model's is Python only")
+        return _HfStream(self._fast, prompt, skip_special)
+
+
+class _HfStream:
+    """The `tokenizers` library's own incremental decoder, primed with the prompt, as vLLM does it: the same bytes come out."""
+
+    def __init__(self, tokenizer: Any, prompt: tuple[int, ...], skip_special: bool) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._kind = DecodeStream
+        self._tokenizer = tokenizer
+        self._skip = skip_special
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=skip_special)
+
+    def step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as e:
+            # Some byte-fallback tokenizers give text that is no extension of what came before (vllm issue 17448): begin anew here.
+            if not str(e).startswith("Invalid prefix encountered"):
+                raise
+            self._stream = self._kind(skip_special_tokens=self._skip)
+            return self._stream.step(self._tokenizer, token_id) or ""
+
+
+class ByteTokenizer:
+    """Token id = byte; EOS is 256. Needs no model file, and breaks multi-byte characters across tokens as real ones do."""
+
+    EOS = 256
+    vocab_size = 257
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        return self.encode("".join(f"{role}: {content}\n" for role, content in messages) + "assistant: ")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def text_stream(self, prompt: tuple[int, ...], *, skip_special: bool) -> TextStream:
+        return _ByteStream(skip_special)
+
+
+class _ByteStream:
+    def __init__(self, skip_special: bool) -> None:
+        import codecs
+
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._skip = skip_special
+
+    def step(self, token_id: int) -> str:
+        if token_id >= 256:
+            return "" if self._skip else "<|end|>"
+        return self._decoder.decode(bytes([token_id]))

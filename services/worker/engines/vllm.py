@@ -1,0 +1,254 @@
+"""vLLM as an engine: AsyncLLM embedded, our scheduler inside, token ids out.
+
+Policy goes in by an acknowledged utility call that runs between two steps; load and pulse come from the board, without a message.
+vLLM's own detokeniser and stop strings are off: the worker does both (`text.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from services.worker.engines import Applied, Job, Output, Stamps
+from services.worker.engines import board as boards
+from services.worker.engines.tokenizers import HfTokenizer
+from services.worker.engines.vllm_plugin import OWNER_ENV
+from trimtab.errors import EngineDead, InvalidRequest, Violation
+from trimtab.messages import Load, Sampling, StructureKind, TokenLogprobs, TopLogprob
+from trimtab.policy import Policy
+from trimtab.progress import Pulse
+from trimtab.scheduling import CLASS_BASE, step_caps
+from trimtab.snapshot import Limits
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+TESTED_VERSIONS = ("0.32.",)
+"""vLLM minors that our scheduler was tested with; it touches internals, so another one needs the tests first."""
+
+
+STOP_S = 2.0
+"""What vLLM's processes get to end by themselves. They hold nothing worth saving, and its own patience adds up to 8 s of waiting."""
+
+
+def environment(kv_cache_gib: int) -> dict[str, str]:
+    """What vLLM must find in the environment before it is imported; a variable that is already set wins, save our own."""
+    wanted = {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    found = {k: os.environ.get(k, v) for k, v in wanted.items()}
+    found["VLLM_CPU_KVCACHE_SPACE"] = wanted["VLLM_CPU_KVCACHE_SPACE"]
+    found["VLLM_PLUGINS"] = "trimtab"
+    found[OWNER_ENV] = str(os.getpid())
+    return found
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        model: str,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        max_model_len: int | None,
+        dtype: str,
+        kv_cache_gib: int,
+        allow_untested: bool = False,
+    ) -> None:
+        self.model = model
+        self.limits = Limits()
+        self._path = model_path
+        self._args = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_step_tokens,
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+        }
+        self._kv_cache_gib = kv_cache_gib
+        self._allow_untested = allow_untested
+        self._board_path = boards.create()
+        self._board = boards.Board(self._board_path)
+        self._llm: Any = None
+        self._defaults: dict[str, Any] = {}
+        self.tokenizer: HfTokenizer
+
+    async def start(self) -> None:
+        os.environ.update(environment(self._kv_cache_gib))
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from services.worker.engines.vllm_stats import Quiet
+
+        if not vllm.__version__.startswith(TESTED_VERSIONS) and not self._allow_untested:
+            raise EngineDead(
+                f"vLLM {vllm.__version__} is untested with this build (tested: {', '.join(TESTED_VERSIONS)}*); "
+                "install a tested one, or start with --allow-untested-vllm after running tests/vllm"
+            )
+        args = AsyncEngineArgs(
+            model=self._path,
+            scheduler_cls="services.worker.engines.vllm_scheduler.scheduler",
+            scheduling_policy="priority",
+            additional_config={"trimtab_board": str(self._board_path)},
+            enforce_eager=not _has_gpu(),
+            disable_log_stats=True,
+            enable_log_requests=False,
+            **{k: v for k, v in self._args.items() if v is not None},
+        )
+        # A custom logger switches on the per-request time stamps that timings and traces are made of.
+        try:
+            self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[Quiet])
+        except (RuntimeError, ValueError, OSError, MemoryError) as e:
+            raise EngineDead(f"vLLM could not start with model {self._path}: {e}") from e
+        facts = await self._llm.engine_core.call_utility_async("trimtab_facts")
+        config = self._llm.model_config
+        self.limits = Limits(
+            max_num_seqs=facts["max_num_seqs"],
+            max_step_tokens=facts["max_step_tokens"],
+            max_model_len=config.max_model_len,
+            block_size=facts["block_size"],
+            total_blocks=facts["total_blocks"],
+            engine=f"vllm {vllm.__version__}",
+        )
+        # The model's own sampling defaults (generation_config.json), as vLLM's servers use them.
+        self._defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
+        self.tokenizer = HfTokenizer(self._llm.renderer.tokenizer, config.get_vocab_size())
+
+    def check(self, job: Job) -> None:
+        self._params(job)
+
+    async def generate(self, job: Job) -> AsyncGenerator[Output, None]:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = self._params(job)
+        stream = self._llm.generate(
+            tokens_input(list(job.token_ids)), params, job.request_id, priority=CLASS_BASE[job.workload]
+        )
+        try:
+            async for out in stream:
+                yield self._output(out)
+        except EngineDeadError as e:
+            raise EngineDead("the engine process is gone") from e
+        except (VLLMValidationError, ValueError) as e:
+            raise InvalidRequest(str(e), violations=(Violation("sampling", str(e)),)) from e
+        except EngineGenerateError as e:
+            cause = e.__cause__
+            if isinstance(cause, VLLMValidationError | ValueError):
+                raise InvalidRequest(str(cause), violations=(Violation("sampling", str(cause)),)) from e
+            raise
+        finally:
+            await stream.aclose()
+
+    def _output(self, out: Any) -> Output:
+        completion = out.outputs[0]
+        m = out.metrics
+        stamps = Stamps(m.scheduled_ts, m.first_token_ts, m.last_token_ts, m.num_preemptions) if m else Stamps()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if completion.logprobs:
+            logprobs = tuple(
+                self._logprobs(token, row) for token, row in zip(completion.token_ids, completion.logprobs, strict=True)
+            )
+        if completion.finish_reason == "abort":
+            raise EngineDead("the engine ended the request without being asked to")
+        return Output(
+            tuple(completion.token_ids), completion.finish_reason, logprobs, stamps, out.num_cached_tokens or 0
+        )
+
+    def _logprobs(self, token: int, row: Any) -> TokenLogprobs:
+        ranked = sorted(row.items(), key=lambda item: item[1].rank if item[1].rank is not None else 1 << 30)
+        top = tuple(TopLogprob(t, x.logprob, self.tokenizer.token_bytes(t)) for t, x in ranked)
+        return TokenLogprobs(row[token].logprob, self.tokenizer.token_bytes(token), top)
+
+    def _params(self, job: Job) -> SamplingParams:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+        s = job.sampling
+        named = {
+            name: getattr(s, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+                         "repetition_penalty", "logprobs")
+            if getattr(s, name) is not None
+        }  # fmt: skip
+        for name, value in self._defaults.items():
+            named.setdefault(name, value)
+        try:
+            structured = _structure(s, StructuredOutputsParams)
+            return SamplingParams(
+                **named,
+                max_tokens=job.max_tokens,
+                min_tokens=max(0, (s.min_tokens or 0) - job.delivered),
+                stop_token_ids=list(s.stop_token_ids) or None,
+                ignore_eos=bool(s.ignore_eos),
+                logit_bias=dict(s.logit_bias) or None,
+                structured_outputs=structured,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except ValueError as e:
+            raise InvalidRequest(str(e), violations=(Violation("sampling", str(e)),)) from e
+
+    async def apply(self, policy: Policy) -> Applied:
+        caps = step_caps(policy, self.limits)
+        try:
+            answer = await self._llm.engine_core.call_utility_async(
+                "trimtab_apply", {"active": caps.active, "step_tokens": caps.step_tokens}
+            )
+        except Exception as e:
+            if self._llm.errored:
+                raise EngineDead("the engine process is gone") from e
+            raise
+        return Applied(int(answer["step_no"]))
+
+    def load(self) -> Load:
+        row = self._board.read()
+        return Load(row.running, row.waiting, row.queued_prefill_tokens, row.free_blocks, row.total_blocks)
+
+    def row(self) -> boards.Row:
+        """The whole board, for metrics and tests."""
+        return self._board.read()
+
+    def pulse(self) -> Pulse:
+        row = self._board.read()
+        return Pulse(row.step_no, row.begun, row.predicted_ms, bool(row.ended))
+
+    @property
+    def dead(self) -> bool:
+        return self._llm is not None and bool(self._llm.errored)
+
+    async def stop(self) -> None:
+        import asyncio
+
+        if self._llm is not None:
+            # It joins processes; the loop must go on serving health meanwhile.
+            await asyncio.to_thread(self._llm.shutdown, STOP_S)
+        self._board.close()
+        self._board_path.unlink(missing_ok=True)
+
+
+def _structure(s: Sampling, params: Any) -> Any:
+    if s.structure is None:
+        return None
+    match s.structure.kind:
+        case StructureKind.JSON_SCHEMA:
+            return params(json=s.structure.value)
+        case StructureKind.JSON_OBJECT:
+            return params(json_object=True)
+        case StructureKind.REGEX:
+            return params(regex=s.structure.value)
+        case StructureKind.CHOICES:
+            return params(choice=list(s.structure.choices))
+        case StructureKind.GRAMMAR:
+            return params(grammar=s.structure.value)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

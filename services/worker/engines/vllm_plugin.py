@@ -1,0 +1,44 @@
+"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): our calls on the engine, and its tie to the worker.
+
+`EngineCore` serves a utility call by looking its name up on itself, so a method set on the class is callable from the front process by
+`engine_core.call_utility_async(name, …)`: acknowledged, and run between two steps (VLLM_FACTS §1).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+OWNER_ENV = "TRIMTAB_ENGINE_OWNER"
+"""Set by a worker for its engine's processes, so that a vLLM of somebody else in this environment is left alone."""
+
+
+def register() -> None:
+    """vLLM's hook."""
+    if OWNER_ENV not in os.environ:
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        from trimtab.kit.process import die_with_parent
+
+        # A killed worker must not leave its engine behind, holding memory and threads: vLLM's own watch takes tens of seconds.
+        die_with_parent(parent.pid, signal.SIGKILL)
+    install()
+
+
+def install() -> None:
+    """Graft the calls; safe to repeat."""
+    from vllm.v1.engine.core import EngineCore
+
+    def trimtab_apply(self: Any, caps: dict[str, int]) -> dict[str, int]:
+        answer: dict[str, int] = self.scheduler.trimtab_apply(caps)
+        return answer
+
+    def trimtab_facts(self: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self.scheduler.trimtab_facts()
+        return answer
+
+    for call in (trimtab_apply, trimtab_facts):
+        setattr(EngineCore, call.__name__, call)

@@ -1,0 +1,86 @@
+"""How a worker presents itself to the control plane: who it is, what it can do, how it fares."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from importlib.metadata import version
+
+from services.control import ControlLink
+from services.worker.control import PolicyKeeper
+from services.worker.engines import Engine
+from services.worker.health import Health
+from services.worker.metrics import WorkerMetrics
+from services.worker.serving import Serving
+from services.worker.settings import WorkerSettings
+from trimtab import codec
+from trimtab.policy import POLICY_SCHEMA
+from trimtab.snapshot import Node
+from trimtab.v1 import control_pb2
+
+
+def node_of(s: WorkerSettings, engine: Engine) -> Node:
+    """This worker as policies are resolved for it."""
+    return Node(s.node_id, s.pool, dict(label.split("=", 1) for label in s.labels), engine.limits, POLICY_SCHEMA)
+
+
+class Membership:
+    """The worker's control link, and what it says on it. A new incarnation for each process."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        address: str,
+        engine: Engine,
+        keeper: PolicyKeeper,
+        serving: Serving,
+        health: Health,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._settings = settings
+        self._address = address
+        self._engine = engine
+        self._keeper = keeper
+        self._serving = serving
+        self._health = health
+        self._metrics = metrics
+        self._incarnation = uuid.uuid4().hex
+        self._link = ControlLink(settings.control, self._hello, self._report, on_push=keeper.on_push)
+
+    async def run(self) -> None:
+        """For the life of the process."""
+        await self._link.run()
+
+    def say_draining(self, deadline_s: float) -> None:
+        event = control_pb2.DrainBegun(deadline_ms=int(deadline_s * 1000))
+        self._link.send_event(control_pb2.NodeEvent(drain_begun=event))
+
+    def say_engine_died(self, message: str) -> None:
+        self._link.send_event(control_pb2.NodeEvent(engine_died=control_pb2.EngineDied(message=message)))
+
+    def _hello(self) -> control_pb2.Hello:
+        s, node = self._settings, node_of(self._settings, self._engine)
+        held = self._keeper.held
+        return control_pb2.Hello(
+            node_id=s.node_id,
+            incarnation=self._incarnation,
+            role=control_pb2.ROLE_WORKER,
+            pool=s.pool,
+            labels=node.labels,
+            model=self._engine.model,
+            build=version("trimtab"),
+            policy_schema=POLICY_SCHEMA,
+            limits=codec.encode_limits(self._engine.limits),
+            held=codec.encode_identity(held) if held.epoch else None,
+            address=self._address,
+            metrics_address=s.metrics,
+            pid=os.getpid(),
+        )
+
+    def _report(self) -> control_pb2.Report:
+        return control_pb2.Report(
+            state=codec.encode_state(self._health.state),
+            load=codec.encode_load(self._serving.load),
+            steps=self._engine.pulse().step_no,
+            counters=self._metrics.counters,
+        )

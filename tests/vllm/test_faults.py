@@ -1,0 +1,115 @@
+"""Processes that die: what goes on, what is said, and that nothing is left behind. These tests come last."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from tests.vllm.client import Client, a_request, follow
+
+
+def engine_processes(mesh):
+    return psutil.Process(mesh.processes["worker"].pid).children(recursive=True)
+
+
+def dead_boards():
+    return [p for p in Path("/dev/shm").glob("trimtab-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
+
+
+async def test_the_control_planes_death_harms_no_stream_and_no_policy(mesh):
+    answer = mesh.set_policy("batch.active=5")
+    async with Client(mesh.address("gateway")) as client:
+        call, stream = await client.begin(a_request(max_tokens=60), 3)
+        mesh.kill("control")
+        stream = await follow(call, stream)
+        assert len(stream.tokens) == 60
+        assert len((await client.run(a_request(max_tokens=3))).tokens) == 3
+    mesh.start("control")
+    mesh.wait_serving("control", 20)
+    async with asyncio.timeout(15):
+        while True:
+            _, fleet = mesh.trimtab("fleet")
+            workers = [n for n in fleet["nodes"] if n["role"] == "worker" and n["connected"]]
+            if workers and workers[0]["policy"]["applied"]:
+                break
+            await asyncio.sleep(0.2)
+    assert workers[0]["policy"]["applied"] == answer["identity"]
+    mesh.set_policy("batch.active=6")
+
+
+async def test_a_stuck_engine_is_not_serving_within_seconds_and_recovers(mesh):
+    engine = next(
+        p for p in engine_processes(mesh) if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()
+    )
+    async with Client(mesh.address("gateway")) as client:
+        call, stream = await client.begin(a_request(max_tokens=80), 3)
+        engine.send_signal(signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            while await asyncio.to_thread(mesh.serving, "worker"):
+                assert time.monotonic() - begun < 10
+                await asyncio.sleep(0.1)
+        finally:
+            engine.send_signal(signal.SIGCONT)
+        stream = await follow(call, stream)
+        assert len(stream.tokens) == 80
+    mesh.wait_serving("worker", 10)
+
+
+async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_say_so(mesh):
+    children = engine_processes(mesh)
+    assert children, "the engine runs in processes of its own"
+    async with Client(mesh.address("gateway")) as client:
+        call, stream = await client.begin(a_request(max_tokens=200), 3)
+        killed = time.monotonic()
+        mesh.kill("worker")
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await follow(call, stream)
+        assert e.value.code() is grpc.StatusCode.ABORTED
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"left behind: {alive}"
+        while True:
+            _, fleet = mesh.trimtab("fleet")
+            worker = next(n for n in fleet["nodes"] if n["role"] == "worker")
+            if not worker["connected"]:
+                break
+            assert time.monotonic() - killed < 3 + 1, "fleet still shows the worker as connected"
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await client.run(a_request(max_tokens=3), timeout_s=10)
+        assert e.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh):
+    mesh.start("worker")
+    mesh.wait_serving("worker", 240)
+    assert not dead_boards(), "boards of dead workers are swept at a start"
+    async with asyncio.timeout(20):
+        while True:
+            _, fleet = mesh.trimtab("fleet")
+            workers = [n for n in fleet["nodes"] if n["role"] == "worker" and n["connected"]]
+            if workers and workers[0]["policy"]["applied"] == fleet["desired"]:
+                break
+            await asyncio.sleep(0.2)
+    async with Client(mesh.address("gateway")) as client:
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    served = await client.run(a_request(max_tokens=3))
+                    break
+                except grpc.aio.AioRpcError:
+                    # The gateway has not found the new worker yet.
+                    await asyncio.sleep(0.2)
+        assert len(served.tokens) == 3
+        # An engine that dies takes its worker along, with an exit code of its own: a supervisor starts a new one.
+        core = next(
+            p for p in engine_processes(mesh) if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()
+        )
+        call, stream = await client.begin(a_request(max_tokens=200), 3)
+        core.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await follow(call, stream)
+    assert mesh.processes["worker"].wait(20) == 3

@@ -1,0 +1,81 @@
+"""A policy change steers the running engine, and a refused one changes nothing."""
+
+import asyncio
+
+from tests.vllm.client import Client, a_request
+
+
+async def overlap(mesh):
+    """Of two requests begun together: whether the second's first token came before the first's last."""
+    async with Client(mesh.address("gateway")) as client:
+        streams = await asyncio.gather(*(client.run(a_request(max_tokens=24)) for _ in range(2)))
+    first, second = sorted(streams, key=lambda s: s.first)
+    return second.first < first.last
+
+
+async def test_batch_active_is_obeyed_by_the_running_engine(mesh):
+    before = mesh.processes["worker"].pid
+    mesh.set_policy("batch.active=1")
+    assert await overlap(mesh) is False
+    answer = mesh.set_policy("batch.active=8")
+    assert await overlap(mesh) is True
+    assert mesh.processes["worker"].pid == before
+    assert answer["changes"][0] == {"field": "batch.active", "before": "1", "after": "8"}
+
+
+async def test_step_tokens_bound_what_a_step_computes(mesh):
+    """A prompt of some 300 tokens takes one step of 512, or many of 32: seen on the engine's step counter."""
+
+    async def steps_for(text):
+        def steps():
+            _, fleet = mesh.trimtab("fleet")
+            return next(n for n in fleet["nodes"] if n["role"] == "worker")["steps"]
+
+        await mesh.idle(10)
+        await asyncio.sleep(1.2)  # reports come each half second
+        before = steps()
+        async with Client(mesh.address("gateway")) as client:
+            await client.run(a_request(text, max_tokens=1))
+        await asyncio.sleep(1.2)
+        return steps() - before
+
+    mesh.set_policy("batch.active=8", "prefill.step_tokens=512")
+    wide = await steps_for("alpha beta gamma delta " * 75)
+    mesh.set_policy("prefill.step_tokens=32")
+    narrow = await steps_for("omega psi chi phi upsilon " * 75)
+    mesh.set_policy("prefill.step_tokens=512")
+    assert wide <= 4
+    assert narrow >= 8
+
+
+async def test_a_refused_value_changes_nothing_and_says_why(mesh):
+    mesh.set_policy("batch.active=8")
+    _, before = mesh.trimtab("policy", "get")
+    for value, words in (
+        ("0", "between 1"),
+        ("-1", "between 1"),
+        ("many", "whole number"),
+        ("17", "max_num_seqs = 16"),
+    ):
+        code, answer = mesh.trimtab("policy", "set", f"batch.active={value}", "--reason", "test")
+        assert code == 4, answer
+        assert words in answer["error"]["message"], answer
+        assert "batch.active" in answer["error"]["message"]
+    _, after = mesh.trimtab("policy", "get")
+    assert after["identity"] == before["identity"]
+    _, fleet = mesh.trimtab("fleet")
+    worker = next(n for n in fleet["nodes"] if n["role"] == "worker")
+    assert worker["policy"]["applied"] == after["identity"]
+    _, history = mesh.trimtab("policy", "history", "-n", "4")
+    assert all("batch.active" in e["refused_because"] for e in history)
+
+
+async def test_policy_reaches_a_busy_engine_within_steps(mesh):
+    mesh.set_policy("batch.active=8")
+    async with Client(mesh.address("gateway")) as client:
+        calls = [await client.begin(a_request(max_tokens=200)) for _ in range(4)]
+        answer = mesh.set_policy("batch.active=7")
+        assert answer["nodes"][0]["apply_ms"] < 2000
+        for call, _ in calls:
+            call.cancel()
+    await mesh.idle(10)

@@ -1,0 +1,167 @@
+"""What clients do to a request: leave, run out of time, ask for structure; each frees or shapes the engine's work."""
+
+import asyncio
+import json
+import re
+import time
+
+import grpc
+import pytest
+
+from tests.vllm.client import Client, a_request
+from trimtab.kit import rpc
+
+
+@pytest.fixture(autouse=True)
+def roomy(mesh):
+    mesh.set_policy("batch.active=8")
+
+
+# A step of this model takes some 50 ms here; the bound leaves room for a shared machine, not for a request that runs on (15 s).
+FREED_S = 2.0
+
+
+async def test_client_cancel_frees_the_engine(mesh):
+    async with Client(mesh.address("gateway")) as client:
+        call, _ = await client.begin(a_request(max_tokens=400))
+        assert mesh.running()[0] == 1
+        call.cancel()
+        assert await mesh.idle(FREED_S) < FREED_S
+
+
+async def test_the_deadline_frees_the_engine(mesh):
+    async with Client(mesh.address("gateway")) as client:
+        begun = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await client.run(a_request(max_tokens=400), timeout_s=1.5)
+        assert e.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - begun < 4
+        await mesh.idle(FREED_S)
+
+
+async def test_a_lost_connection_frees_the_engine(mesh):
+    client = Client(mesh.address("gateway"))
+    await client.begin(a_request(max_tokens=400))
+    await client._channel.close()
+    await mesh.idle(FREED_S)
+
+
+async def test_cancel_while_waiting_and_while_prefilling_leaves_nothing(mesh):
+    mesh.set_policy("batch.active=1")
+    async with Client(mesh.address("gateway")) as client:
+        first, _ = await client.begin(a_request(max_tokens=400))
+        waiting = [client.stub.Generate(a_request(f"{i} " * 800, max_tokens=50)) for i in range(3)]
+        for call in waiting:
+            await call.read()
+        for call in (*waiting, first):
+            call.cancel()
+        await mesh.idle(6)
+    mesh.set_policy("batch.active=8")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "word"),
+    [
+        (lambda r: setattr(r, "text", ""), "INVALID_ARGUMENT", "prompt"),
+        (lambda r: setattr(r, "text", "word " * 9000), "INVALID_ARGUMENT", "8192"),
+        (lambda r: setattr(r, "model", "nobody/knows"), "NOT_FOUND", "nobody/knows"),
+        (lambda r: setattr(r.sampling, "temperature", 9), "INVALID_ARGUMENT", "temperature"),
+        (lambda r: setattr(r.sampling, "regex", "("), "INVALID_ARGUMENT", "regex"),
+    ],
+)
+async def test_bad_input_is_refused_with_its_reason(mesh, change, code, word):
+    request = a_request()
+    change(request)
+    async with Client(mesh.address("gateway")) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await client.run(request)
+    assert e.value.code().name == code
+    assert word in rpc.from_call(e.value).message
+    await mesh.idle(FREED_S)
+
+
+async def test_the_openai_client_works_unmodified(mesh):
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=f"http://{mesh.address('http')}/v1", api_key="none", max_retries=0)
+    models = [m.id async for m in client.models.list()]
+    assert models == ["smollm2-135m-instruct"]
+    answer = await client.chat.completions.create(
+        model=models[0],
+        messages=[{"role": "user", "content": "Say hello."}],
+        max_completion_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    choice = answer.choices[0]
+    assert choice.message.content
+    assert answer.usage.completion_tokens == len(choice.logprobs.content) <= 12
+    assert choice.logprobs.content[0].logprob <= 0
+    assert len(choice.logprobs.content[0].top_logprobs) >= 2
+    streamed, usage = "", None
+    async for chunk in await client.chat.completions.create(
+        model=models[0],
+        messages=[{"role": "user", "content": "Say hello."}],
+        max_completion_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        usage = chunk.usage or usage
+        streamed += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+    assert streamed == choice.message.content
+    assert usage.completion_tokens == answer.usage.completion_tokens
+    await client.close()
+
+
+async def test_a_json_schema_shapes_the_answer(mesh):
+    import openai
+
+    # A bare integer leaves the model no room for white space, which small ones use without end.
+    schema = {"type": "integer", "minimum": 10, "maximum": 99}
+    client = openai.AsyncOpenAI(base_url=f"http://{mesh.address('http')}/v1", api_key="none", max_retries=0)
+    answer = await client.chat.completions.create(
+        model="smollm2-135m-instruct",
+        messages=[{"role": "user", "content": "Answer in JSON."}],
+        max_tokens=60,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    assert 10 <= int(answer.choices[0].message.content) <= 99
+    assert answer.choices[0].finish_reason == "stop"
+    await client.close()
+
+
+async def test_a_regular_expression_shapes_the_answer(mesh):
+    request = a_request("The code is", max_tokens=30, ignore_eos=False)
+    request.sampling.regex = "[A-F]{4}-小[0-9]{2}"
+    async with Client(mesh.address("gateway")) as client:
+        stream = await client.run(request)
+    assert re.fullmatch("[A-F]{4}-小[0-9]{2}", stream.text)
+    assert stream.accepted.resumable is False
+
+
+async def test_one_trace_covers_gateway_worker_queue_prefill_and_decode(mesh):
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with Client(mesh.address("gateway")) as client:
+        call = client.stub.Generate(
+            a_request(max_tokens=4), metadata=(("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+        )
+        async for _ in call:
+            pass
+    wanted = {"queue", "prefill", "decode", "worker.generate"}
+    names = []
+    async with asyncio.timeout(10):
+        while not wanted <= set(names):
+            await asyncio.sleep(0.3)
+            files = (mesh.directory / "state" / "test" / "traces").glob("*.jsonl")
+            spans = [json.loads(line) for f in files for line in f.read_text().splitlines()]
+            spans = [s for s in spans if s["trace_id"] == trace]
+            names = [s["name"] for s in spans]
+    by_name = {s["name"]: s for s in spans}
+    worker = by_name["worker.generate"]
+    assert {by_name[n]["parent_id"] for n in ("queue", "prefill", "decode")} == {worker["span_id"]}
+    assert by_name["queue"]["end_ns"] == pytest.approx(by_name["prefill"]["start_ns"], abs=1e6)
+    assert by_name["prefill"]["end_ns"] == pytest.approx(by_name["decode"]["start_ns"], abs=1e6)
+    assert {s["service"].split("-")[0] for s in spans} == {"gateway", "worker"}

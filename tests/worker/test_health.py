@@ -1,0 +1,56 @@
+"""Health by progress."""
+
+import asyncio
+
+from grpc_health.v1 import health_pb2
+
+from tests.worker.conftest import a_request
+from trimtab.messages import NodeState
+from trimtab.progress import Pulse
+
+
+async def status(rig):
+    return (await rig.health.servicer.Check(health_pb2.HealthCheckRequest(service=""), None)).status
+
+
+async def test_states_follow_progress(rig):
+    now = 1000.0
+    assert rig.health.judge(now) is NodeState.SERVING
+    call = rig.stub.Generate(a_request(max_tokens=3000))
+    await call.read()
+    await call.read()
+    rig.engine.pulse = lambda: Pulse(5, begun=now, predicted_ms=10.0, ended=False)
+    assert rig.health.judge(now) is NodeState.SERVING
+    assert rig.health.judge(now + 1.9) is NodeState.SERVING
+    assert rig.health.judge(now + 2.1) is NodeState.HUNG
+    rig.engine.pulse = lambda: Pulse(6, begun=now + 2.2, predicted_ms=10.0, ended=False)
+    assert rig.health.judge(now + 2.3) is NodeState.SERVING
+    rig.serving.draining = True
+    assert rig.health.judge(now + 2.3) is NodeState.DRAINING
+    call.cancel()
+
+
+async def test_the_health_service_says_what_was_judged(rig):
+    assert rig.health.state is NodeState.STARTING
+    task = asyncio.create_task(rig.health.run())
+    async with asyncio.timeout(3):
+        while await status(rig) != health_pb2.HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.01)
+        rig.serving.draining = True
+        while await status(rig) != health_pb2.HealthCheckResponse.NOT_SERVING:
+            await asyncio.sleep(0.01)
+    task.cancel()
+
+
+async def test_a_dead_engine_is_not_serving_and_ends_the_process(rig):
+    ended = asyncio.Event()
+    rig.health._on_death = ended.set
+    task = asyncio.create_task(rig.health.run())
+    async with asyncio.timeout(3):
+        while await status(rig) != health_pb2.HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.01)
+        await rig.engine.stop()
+        rig.engine._task = asyncio.create_task(asyncio.sleep(0))
+        await ended.wait()
+        assert await status(rig) == health_pb2.HealthCheckResponse.NOT_SERVING
+    await task

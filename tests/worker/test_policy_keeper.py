@@ -1,0 +1,107 @@
+"""The worker's policy: whole or not at all, newest only, and kept over a restart."""
+
+import asyncio
+import json
+
+import pytest
+
+from services.worker.control import PolicyKeeper
+from services.worker.gate import Gate
+from tests.worker.conftest import running_worker
+from trimtab import codec
+from trimtab.policy import POLICY_SCHEMA, Policy
+from trimtab.snapshot import Adjustment, Document, Identity, Node, Scope, Snapshot
+
+
+def a_snapshot(epoch=1, revision=1, *, needs_schema=0, adjustments=(), **fields):
+    base = {k.replace("__", "."): v for k, v in fields.items()}
+    return codec.seal(
+        Document(base=base, needs_schema=needs_schema, adjustments=adjustments), epoch=epoch, revision=revision
+    )
+
+
+async def push(rig, snapshot, sent_unix_ms=0):
+    return await rig.keeper.on_push(snapshot, sent_unix_ms, "tp")
+
+
+async def test_a_greater_snapshot_is_applied_and_answered(rig):
+    result = await push(rig, a_snapshot(batch__active=3))
+    assert result.WhichOneof("result") == "applied"
+    assert result.applied.step_no == rig.engine.pulse().step_no + 1
+    assert result.traceparent == "tp"
+    assert rig.engine._caps.active == 3
+    assert rig.keeper.held == Identity(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "reason", "field"),
+    [
+        (a_snapshot(1, 6, batch__active=9999), "OUT_OF_RANGE", "batch.active"),
+        (a_snapshot(1, 6, batch__active=9), "ABOVE_ENGINE_LIMIT", "batch.active"),
+        (a_snapshot(1, 6, needs_schema=POLICY_SCHEMA + 1), "SCHEMA_TOO_OLD", ""),
+        (a_snapshot(1, 6, batch__active=4, prefill__step_tokens=2), "STARVES_DECODES", "prefill.step_tokens"),
+        (Snapshot(Identity(1, 6, b""), b"\xff\xff"), "MALFORMED", ""),
+    ],
+)
+async def test_a_refused_snapshot_changes_nothing(rig, snapshot, reason, field):
+    await push(rig, a_snapshot(1, 5, batch__active=3))
+    result = await push(rig, snapshot)
+    assert (result.refused.reason, result.refused.field) == (reason, field)
+    assert rig.keeper.held == Identity(1, 5)
+    assert (rig.engine._caps.active, rig.keeper.resolved.policy.batch.active) == (3, 3)
+
+
+async def test_an_older_snapshot_is_answered_with_what_is_held(rig):
+    await push(rig, a_snapshot(2, 1, batch__active=3))
+    result = await push(rig, a_snapshot(1, 9, batch__active=5))
+    assert codec.decode_identity(result.ignored_holding) == Identity(2, 1)
+    assert rig.engine._caps.active == 3
+
+
+async def test_the_same_snapshot_again_is_applied_and_other_content_is_a_clash(rig):
+    await push(rig, a_snapshot(1, 1, batch__active=3))
+    assert (await push(rig, a_snapshot(1, 1, batch__active=3))).HasField("applied")
+    assert (await push(rig, a_snapshot(1, 1, batch__active=4))).refused.reason == "DIGEST_CLASH"
+    assert rig.engine._caps.active == 3
+
+
+async def test_the_last_good_policy_is_there_after_a_restart(tmp_path):
+    path = tmp_path / "policy.json"
+    async with running_worker(path) as rig:
+        await push(rig, a_snapshot(3, 7, batch__active=2))
+        await push(rig, a_snapshot(3, 8, batch__active=9999))
+    async with running_worker(path) as rig:
+        assert rig.keeper.held == Identity(3, 7)
+        assert rig.engine._caps.active == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "document", "not json"])
+async def test_a_damaged_file_is_passed_over(tmp_path, damage):
+    path = tmp_path / "policy.json"
+    async with running_worker(path) as rig:
+        await push(rig, a_snapshot(3, 7, batch__active=2))
+    row = json.loads(path.read_text())
+    if damage == "document":
+        row["document"] = a_snapshot(batch__active=5).document.hex()
+    text = {"truncated": path.read_text()[:40], "document": json.dumps(row), "not json": "{"}[damage]
+    path.write_text(text)
+    async with running_worker(path) as rig:
+        assert rig.keeper.held == Identity()
+        assert rig.engine._caps.active == 8
+
+
+async def test_an_adjustment_expires_by_itself(rig):
+    adjustment = Adjustment("batch", "batch.active", Scope(), "p99", expires_unix_ms=1_000_050, factor=0.5)
+    await push(rig, a_snapshot(batch__active=6, adjustments=(adjustment,)), sent_unix_ms=1_000_000)
+    assert rig.engine._caps.active == 3
+    async with asyncio.timeout(2):
+        while rig.engine._caps.active != 6:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_unwritable_directory_does_not_stop_the_policy(rig, tmp_path):
+    gate = Gate(Policy())
+    keeper = PolicyKeeper(Node("w0", limits=rig.engine.limits), rig.engine, gate, tmp_path / "no" / "dir" / "p.json")
+    await keeper.start()
+    result = await keeper.on_push(a_snapshot(batch__active=2), 0, "")
+    assert result.HasField("applied")
