@@ -1,0 +1,1 @@
+"""The control plane: the store, the push, and the admin door."""

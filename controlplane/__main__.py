@@ -1,0 +1,101 @@
+"""The control plane process: `python -m controlplane`. Composition root; exit codes 0 stopped, 1 died, 2 settings or a taken port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import Any
+
+import click
+
+from controlplane.settings import ControlSettings
+from trimtab.kit.config import ConfigError, find_file, load, options
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config", metavar="FILE", help="Settings file. [default: ./trimtab.toml, else /etc/trimtab/trimtab.toml]"
+)
+@options(ControlSettings)
+def main(config: str | None, **flags: Any) -> None:
+    """Run one replica of the control plane: it keeps the policy, pushes it to nodes, and answers `trimtab policy` and `trimtab fleet`."""
+    import uvloop
+
+    from controlplane.store import open_store
+    from trimtab.kit.rpc import PortTaken
+
+    try:
+        settings = load(ControlSettings, "control", flags=flags, file=find_file(config))
+        store = open_store(settings.redis, settings.mesh)
+    except ConfigError as e:
+        sys.exit(_usage(e.faults))
+    except ValueError as e:
+        sys.exit(_usage([f"redis: {e}"]))
+    try:
+        uvloop.run(serve(settings, store))
+    except PortTaken as e:
+        sys.exit(_usage([str(e)]))
+
+
+def _usage(faults: list[str]) -> int:
+    for fault in faults:
+        click.secho(f"error: {fault}", fg="red", err=True)
+    return 2
+
+
+async def serve(settings: ControlSettings, store: Any) -> None:
+    """Until SIGTERM or SIGINT."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    from controlplane.metrics import ControlMetrics
+    from controlplane.server import ControlPlane
+    from trimtab.kit.process import die_with_parent, state_dir
+    from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken
+    from trimtab.kit.telemetry import setup_logging, setup_tracing
+
+    if settings.parent_pid is not None:
+        die_with_parent(settings.parent_pid, signal.SIGTERM)
+    setup_logging("control", level=settings.log_level)
+    tracing = setup_tracing("control", state_dir(settings.mesh))
+    stopping = asyncio.Event()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
+    metrics = ControlMetrics(CollectorRegistry())
+    plane = ControlPlane(store, settings.listen, metrics, forget_s=settings.forget_s)
+    host, port = settings.metrics.rsplit(":", 1)
+    try:
+        httpd, _ = start_http_server(int(port), host, metrics.registry)
+    except OSError as e:
+        raise PortTaken(port_taken(settings.metrics)) from e
+    await plane.start()
+    announcing = asyncio.create_task(_announce(plane, f"{host}:{httpd.server_port}", store))
+    dying = asyncio.create_task(plane.failed())
+    ended = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((dying, ended), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            dying.result()
+    finally:
+        for task in (announcing, dying, ended):
+            await cancel_and_wait(task)
+        await plane.stop()
+        await store.close()
+        httpd.shutdown()
+        with contextlib.suppress(OSError):
+            httpd.server_close()
+        tracing.shutdown()
+
+
+async def _announce(plane: Any, metrics: str, store: Any) -> None:
+    """One line, once there is a policy to serve."""
+    stored = await plane.loaded()
+    click.echo(
+        f"control plane ready: grpc {plane.address}, metrics http://{metrics}/metrics, "
+        f"policy {stored.identity}, store {store.state.description}"
+    )
+
+
+if __name__ == "__main__":
+    main()

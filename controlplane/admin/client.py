@@ -1,0 +1,89 @@
+"""The AdminService's client: calls that end in answers or in the error tree."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc.aio
+
+from trimtab.client import Unreachable
+from trimtab.kit import rpc
+from trimtab.v1 import admin_pb2, admin_pb2_grpc
+
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+"""Longer than the control plane waits for a store that hangs, so that its own words arrive."""
+
+
+class AdminClient:
+    """Talks to one control plane replica at `address` (host:port). Every call raises the error tree; Unreachable when nobody answers."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = rpc.channel(address)
+        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    async def get_policy(self, node_id: str = "") -> admin_pb2.GetPolicyResponse:
+        """`effective` and `sources` are those of the node, or of a node without overlays."""
+        return await self._ask(
+            self._stub.GetPolicy(admin_pb2.GetPolicyRequest(node_id=node_id), timeout=self._timeout_s)
+        )
+
+    async def set_policy(
+        self,
+        fields: Mapping[str, str],
+        *,
+        author: str,
+        reason: str = "",
+        expect_version: int | None = None,
+        dry_run: bool = False,
+        wait_ms: int = 0,
+    ) -> admin_pb2.SetPolicyResponse:
+        """Fields as a person types them; waits up to `wait_ms` for the connected workers' answers."""
+        request = admin_pb2.SetPolicyRequest(
+            fields=fields,
+            author=author,
+            reason=reason,
+            expect_version=expect_version,
+            dry_run=dry_run,
+            wait_ms=wait_ms,
+        )
+        return await self._ask(self._stub.SetPolicy(request, timeout=self._timeout_s + wait_ms / 1000))
+
+    async def history(self, limit: int = 0) -> admin_pb2.ListPolicyHistoryResponse:
+        """Newest first; 0 means the server's default."""
+        request = admin_pb2.ListPolicyHistoryRequest(limit=limit)
+        return await self._ask(self._stub.ListPolicyHistory(request, timeout=self._timeout_s))
+
+    async def fleet(self) -> admin_pb2.GetFleetResponse:
+        return await self._ask(self._stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=self._timeout_s))
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as e:
+            error = rpc.from_call(e)
+            # Only a server's own status carries a reason of ours; these two codes without one come from the way there.
+            if error.reason in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                silent = error.reason == "DEADLINE_EXCEEDED"
+                why = "it does not answer in time" if silent else "nothing answers there"
+                raise Unreachable(
+                    f"can't reach the control plane at {self.address}: {why}; start one (trimtab up), or say where it is "
+                    "(--control HOST:PORT, or TRIMTAB_CONTROL)"
+                ) from e
+            raise error from e
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,175 @@
+"""The verbs that talk to the control plane: `trimtab policy get|set|history` and `trimtab fleet`.
+
+Everything that takes long to import is imported in the verb that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from trimtab.errors import PolicyRefused, TrimtabError
+from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
+from trimtab.policy import FIELDS, Field, field
+
+if TYPE_CHECKING:
+    from controlplane.admin.client import AdminClient
+
+T = TypeVar("T")
+
+
+def _ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """One call to the control plane; its failure ends the process."""
+    from controlplane.admin.client import AdminClient
+    from trimtab.kit.run_file import control_address
+
+    async def asking() -> T:
+        async with AdminClient(control_address(control)) as client:
+            return await call(client)
+
+    try:
+        return run(asking())
+    except TrimtabError as e:
+        fail(e, as_json)
+
+
+@click.group()
+def policy() -> None:
+    """Read and change the policy that steers the engines."""
+
+
+@policy.command("get")
+@click.argument("name", metavar="[FIELD]", required=False)
+@click.option("--node", metavar="W", default="", help="As this node resolves it.")
+@control_option
+@json_option
+def get(name: str | None, node: str, control: str | None, as_json: bool) -> None:
+    """Show the policy, or one FIELD of it: its value, and where that comes from."""
+    from controlplane import render
+
+    fields = [_field(name)] if name else list(FIELDS.values())
+    answer = _ask(control, as_json, lambda client: client.get_policy(node))
+    if as_json:
+        echo_json(render.policy_json(answer, fields))
+    else:
+        click.echo(render.policy_text(answer, fields))
+
+
+@policy.command("set")
+@click.argument("assignments", metavar="FIELD=VALUE...", nargs=-1, required=True)
+@click.option("--reason", default="", metavar="TEXT", help="Why; the history shows it.")
+@click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
+@click.option(
+    "--expect-version", type=click.IntRange(min=0), metavar="N", help="Refuse if the policy has moved on since."
+)
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@click.option(
+    "--wait",
+    "wait_ms",
+    type=click.IntRange(0, 60_000),
+    default=3000,
+    show_default=True,
+    metavar="MS",
+    help="Wait so long for the workers' answers.",
+)
+@control_option
+@json_option
+def set_(
+    assignments: tuple[str, ...],
+    reason: str,
+    author: str | None,
+    expect_version: int | None,
+    dry_run: bool,
+    wait_ms: int,
+    control: str | None,
+    as_json: bool,
+) -> None:
+    """Change fields, now, on every running engine. The VALUE `default` takes a field out of the spec.
+
+    Exit codes: 0 every connected worker applied it, 4 refused or in conflict (nothing changed), 5 some worker refused it or has not
+    answered within --wait.
+    """
+    from controlplane import render
+
+    fields = _assigned(assignments)
+    answer = _ask(
+        control,
+        as_json,
+        lambda client: client.set_policy(
+            fields,
+            author=author or _user(),
+            reason=reason,
+            expect_version=expect_version,
+            dry_run=dry_run,
+            wait_ms=wait_ms,
+        ),
+    )
+    if as_json:
+        echo_json(render.set_json(answer, dry_run=dry_run))
+    else:
+        click.echo(render.set_text(answer, dry_run=dry_run, waited=wait_ms > 0))
+    if any(render.answer_of(node, answer.identity) != "applied" for node in answer.nodes):
+        sys.exit(ExitCode.PARTIAL)
+
+
+@policy.command("history")
+@click.option("-n", "limit", type=click.IntRange(1, 1024), default=20, show_default=True, metavar="N", help="Newest N.")
+@control_option
+@json_option
+def history(limit: int, control: str | None, as_json: bool) -> None:
+    """Show who changed what and why, newest first, refused attempts included."""
+    from controlplane import render
+
+    answer = _ask(control, as_json, lambda client: client.history(limit))
+    if as_json:
+        echo_json(render.history_json(answer.entries))
+    else:
+        click.echo(render.history_text(answer.entries))
+
+
+@click.command()
+@control_option
+@json_option
+def fleet(control: str | None, as_json: bool) -> None:
+    """Show the mesh's nodes: their state, their load, and the policy that each has applied or refused."""
+    from controlplane import render_fleet
+
+    answer = _ask(control, as_json, lambda client: client.fleet())
+    if as_json:
+        echo_json(render_fleet.fleet_json(answer))
+    else:
+        click.echo(render_fleet.fleet_text(answer))
+
+
+def _user() -> str:
+    """Who is typing, as this machine knows them; a number where it knows no name."""
+    import getpass
+    import os
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return f"uid {os.getuid()}"
+
+
+def _field(name: str) -> Field:
+    try:
+        return field(name)
+    except PolicyRefused as e:
+        raise click.UsageError(e.message) from e
+
+
+def _assigned(assignments: tuple[str, ...]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for text in assignments:
+        path, sign, value = text.partition("=")
+        path = path.strip()
+        if not sign or not path or not value.strip():
+            raise click.UsageError(f"{text!r} is not FIELD=VALUE, such as batch.active=8")
+        if path in fields:
+            raise click.UsageError(f"{path} is given twice")
+        fields[path] = value.strip()
+    return fields

@@ -1,0 +1,187 @@
+"""The fleet as a value: who is connected, what each node said last, and what gateways may know of it.
+
+A node is (node id, incarnation), not an address. Each stream gets a session number when it joins; a newer session of the same node id
+replaces the older one, whose late messages then change nothing. `now` is in seconds of one monotonic clock and comes with every call;
+there is no I/O here. The view for gateways holds connected workers that have reported; its version rises only when its content changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trimtab.messages import Hello, NodeState, Report, Role
+from trimtab.snapshot import Identity, Node
+
+NONE = Identity()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a node did not take a snapshot: UPPER_SNAKE reason, the field to blame if there is one, and words."""
+
+    identity: Identity
+    reason: str
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node. `applied` is `Identity()` while it runs by its built-in defaults; `refusal` is of the newest push, or None.
+
+    `lost_at` is None while connected.
+    """
+
+    hello: Hello
+    session: int
+    joined_at: float
+    heard_at: float
+    lost_at: float | None = None
+    report: Report | None = None
+    applied: Identity = NONE
+    apply_ms: float = 0.0
+    refusal: Refusal | None = None
+
+    @property
+    def node_id(self) -> str:
+        return self.hello.node.node_id
+
+    @property
+    def connected(self) -> bool:
+        return self.lost_at is None
+
+    def answered(self, identity: Identity) -> bool:
+        """Whether it has said what it does with this snapshot or a newer one."""
+        return self.applied >= identity or (self.refusal is not None and self.refusal.identity >= identity)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewWorker:
+    """A worker as gateways see it."""
+
+    node: Node
+    incarnation: str
+    address: str
+    model: str
+    state: NodeState
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Versions rise for as long as the mesh lives, if each process starts above the last one's."""
+
+    version: int
+    workers: tuple[ViewWorker, ...]
+
+
+class Fleet:
+    """Changed by its methods alone. `first_version` is where the view's version starts."""
+
+    def __init__(self, first_version: int = 1) -> None:
+        self._members: dict[str, Member] = {}
+        self._nodes: dict[int, str] = {}
+        self._sessions = 0
+        self._view = View(first_version, ())
+
+    def joined(self, hello: Hello, now: float) -> tuple[int, int | None]:
+        """A stream begins: its session, and the live session that it replaces.
+
+        What a process reported over an earlier stream still holds, and so does the snapshot that it says it holds.
+        """
+        self._sessions += 1
+        old = self._members.get(hello.node.node_id)
+        same_process = old is not None and old.hello.incarnation == hello.incarnation
+        if old is not None:
+            self._nodes.pop(old.session, None)
+        self._nodes[self._sessions] = hello.node.node_id
+        self._put(
+            Member(
+                hello=hello,
+                session=self._sessions,
+                joined_at=now,
+                heard_at=now,
+                report=old.report if old is not None and same_process else None,
+                applied=hello.held,
+            )
+        )
+        return self._sessions, old.session if old is not None and old.connected else None
+
+    def reported(self, session: int, report: Report, now: float) -> None:
+        self._update(session, report=report, heard_at=now, lost_at=None)
+
+    def heard(self, session: int, now: float) -> None:
+        """Any other message: the node lives."""
+        self._update(session, heard_at=now, lost_at=None)
+
+    def applied(self, session: int, identity: Identity, apply_ms: float) -> None:
+        member = self.current(session)
+        if member is None or identity < member.applied:
+            return
+        overcome = member.refusal is not None and member.refusal.identity <= identity
+        self._update(session, applied=identity, apply_ms=apply_ms, refusal=None if overcome else member.refusal)
+
+    def refused(self, session: int, refusal: Refusal) -> None:
+        member = self.current(session)
+        if member is not None and (member.refusal is None or refusal.identity >= member.refusal.identity):
+            self._update(session, refusal=refusal)
+
+    def lost(self, session: int, now: float) -> None:
+        """The stream ended."""
+        member = self.current(session)
+        if member is not None and member.connected:
+            self._update(session, lost_at=now)
+
+    def expire(self, now: float, *, silence_s: float) -> list[Member]:
+        """Counts connected nodes that said nothing for `silence_s` as lost; they are back with their next message."""
+        silent = [m for m in self._members.values() if m.connected and now - m.heard_at >= silence_s]
+        for member in silent:
+            self._update(member.session, lost_at=now)
+        return silent
+
+    def forget(self, now: float, *, after_s: float) -> list[Member]:
+        """Drops nodes that have been lost for `after_s`. A stream that one of them still holds open must be ended, so that it joins anew."""
+        gone = [m for m in self._members.values() if m.lost_at is not None and now - m.lost_at >= after_s]
+        for member in gone:
+            del self._members[member.node_id]
+            self._nodes.pop(member.session, None)
+        return gone
+
+    def current(self, session: int) -> Member | None:
+        """The member of this session; None once another has replaced it."""
+        node_id = self._nodes.get(session)
+        return self._members.get(node_id) if node_id is not None else None
+
+    def member(self, node_id: str) -> Member | None:
+        return self._members.get(node_id)
+
+    def __iter__(self) -> Iterator[Member]:
+        """By node id."""
+        return iter(sorted(self._members.values(), key=lambda m: m.node_id))
+
+    def connected(self, role: Role | None = None) -> list[Member]:
+        return [m for m in self if m.connected and role in (None, m.hello.role)]
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    def _update(self, session: int, **changes: object) -> None:
+        member = self.current(session)
+        if member is not None:
+            self._put(dataclasses.replace(member, **changes))  # type: ignore[arg-type]
+
+    def _put(self, member: Member) -> None:
+        old = self._members.get(member.node_id)
+        self._members[member.node_id] = member
+        if _seen(old) != _seen(member):
+            seen = (_seen(m) for m in self)
+            self._view = View(self._view.version + 1, tuple(worker for worker in seen if worker is not None))
+
+
+def _seen(m: Member | None) -> ViewWorker | None:
+    """What gateways see of a member; None when they may not send work there."""
+    if m is None or not m.connected or m.report is None or m.hello.role is not Role.WORKER:
+        return None
+    return ViewWorker(m.hello.node, m.hello.incarnation, m.hello.address, m.hello.model, m.report.state)

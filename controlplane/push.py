@@ -1,0 +1,249 @@
+"""The control stream as the control plane serves it: the newest policy down, answers and telemetry up.
+
+Each stream follows one Watch and compares what it has sent with what is newest, so whatever a slow node missed is skipped and nothing
+queues up for it. What nodes say goes into the fleet; what they hold goes to the replica, which mends a store that is behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from controlplane.fleet import Fleet, Refusal, View
+from controlplane.metrics import ControlMetrics
+from controlplane.replica import Replica, unix_ms
+from controlplane.stream import Stream
+from controlplane.watchdog import watch_fleet
+from trimtab import codec
+from trimtab.errors import Conflict, Draining, InvalidRequest, PolicyRefused, TrimtabError
+from trimtab.kit.rpc import cancel_and_wait, guarded
+from trimtab.kit.watch import Watch
+from trimtab.messages import Hello, Role
+from trimtab.v1 import control_pb2, control_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+HELLO_S = 5.0
+"""A stream that has not said who it is by then is ended."""
+DIGEST_CLASH = "DIGEST_CLASH"
+"""A node's reason for refusing a snapshot whose numbers it holds already, with other content."""
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """`answers` wakes whoever waits for nodes to answer a push. `run` must be running."""
+
+    def __init__(self, replica: Replica, fleet: Fleet, metrics: ControlMetrics, *, forget_s: float = 300.0) -> None:
+        self.answers: Watch[None] = Watch(None)
+        self._replica = replica
+        self._fleet = fleet
+        self._metrics = metrics
+        self._forget_s = forget_s
+        self._streams: dict[int, Stream] = {}
+        self._changed_at = time.monotonic()
+        self._viewed = 0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._announce())
+            tasks.create_task(
+                watch_fleet(
+                    self._fleet,
+                    self._replica.store,
+                    self._metrics,
+                    forget_s=self._forget_s,
+                    on_lost=self._fleet_changed,
+                    on_forgotten=self._forgotten,
+                )
+            )
+
+    def close(self) -> None:
+        """End every stream, so that nodes look for another replica."""
+        for stream in self._streams.values():
+            stream.end(Draining("this control plane stops"))
+
+    async def _announce(self) -> None:
+        async for stored in self._replica.newest.follow():
+            if stored is None:
+                continue
+            self._changed_at = time.monotonic()
+            self._metrics.epoch.set(stored.identity.epoch)
+            self._metrics.revision.set(stored.identity.revision)
+            for stream in self._streams.values():
+                stream.due.set(None)
+
+    def _fleet_changed(self) -> None:
+        self.answers.set(None)
+        self._publish()
+
+    def _forgotten(self, session: int) -> None:
+        if session in self._streams:
+            self._streams[session].end(Conflict("the node was silent for too long; connect again"))
+
+    def _publish(self) -> None:
+        """Wake gateways when their view changed."""
+        if self._fleet.view.version != self._viewed:
+            self._viewed = self._fleet.view.version
+            for stream in self._streams.values():
+                if stream.hello.role is Role.GATEWAY:
+                    stream.due.set(None)
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[control_pb2.ConnectResponse]:
+        async with guarded(context):
+            requests = aiter(request_iterator)
+            stream = self._join(await _hello(requests))
+            reader = asyncio.create_task(self._read(stream, requests))
+            try:
+                # The node takes this as "connected"; a session may have nothing else to say for hours.
+                await context.send_initial_metadata(())
+                async for response in self._responses(stream):
+                    yield response
+                if stream.because is not None:
+                    raise stream.because
+                if reader.done():
+                    reader.result()
+            finally:
+                await cancel_and_wait(reader)
+                self._leave(stream)
+
+    def _join(self, hello: Hello) -> Stream:
+        session, replaced = self._fleet.joined(hello, time.monotonic())
+        stream = Stream(hello, session)
+        self._streams[session] = stream
+        old = self._streams.get(replaced) if replaced is not None else None
+        if old is not None:
+            twice = "" if old.hello.incarnation == hello.incarnation else "; if both run, give each its own --node-id"
+            old.end(Conflict(f"another stream of node {hello.node.node_id} replaced this one{twice}"))
+        log.info(
+            "node joined",
+            node=hello.node.node_id,
+            incarnation=hello.incarnation,
+            role=hello.role.value,
+            address=hello.address,
+            holds=str(hello.held) if hello.held.epoch else "none",
+            replaced=old.hello.incarnation if old else None,
+        )
+        self._replica.seen(hello.held, hello.node.node_id)
+        self._fleet_changed()
+        return stream
+
+    def _leave(self, stream: Stream) -> None:
+        stream.close_push("lost")
+        del self._streams[stream.session]
+        if self._fleet.current(stream.session) is not None:
+            log.info("node left", node=stream.hello.node.node_id, incarnation=stream.hello.incarnation)
+        self._fleet.lost(stream.session, time.monotonic())
+        self._fleet_changed()
+
+    async def _responses(self, stream: Stream) -> AsyncIterator[control_pb2.ConnectResponse]:
+        """What is newest whenever it is not what was sent last, until the stream ends."""
+        async for _ in stream.due.follow():
+            if not stream.open:
+                return
+            stored = self._replica.newest.value
+            if stored is not None and stored.identity > stream.pushed:
+                parent = stream.begin_push(stored)
+                push = control_pb2.PolicyPush(
+                    snapshot=codec.encode_snapshot(stored.snapshot), sent_unix_ms=unix_ms(), traceparent=parent
+                )
+                yield control_pb2.ConnectResponse(policy_push=push)
+            view = self._fleet.view
+            if stream.hello.role is Role.GATEWAY and view.version != stream.viewed:
+                stream.viewed = view.version
+                yield control_pb2.ConnectResponse(fleet_view=encode_view(view))
+
+    async def _read(self, stream: Stream, requests: AsyncIterator[control_pb2.ConnectRequest]) -> None:
+        error: TrimtabError | None = None
+        try:
+            async for request in requests:
+                self._hear(stream, request)
+        except TrimtabError as e:
+            error = e
+        finally:
+            stream.end(error)
+
+    def _hear(self, stream: Stream, request: control_pb2.ConnectRequest) -> None:
+        now = time.monotonic()
+        match request.WhichOneof("event"):
+            case "report":
+                self._fleet.reported(stream.session, codec.decode_report(request.report), now)
+            case "policy_result":
+                self._fleet.heard(stream.session, now)
+                self._answered(stream, request.policy_result, now)
+            case "hello":
+                raise InvalidRequest("Hello comes once, as the first message of a stream")
+            case kind:
+                self._fleet.heard(stream.session, now)
+                if kind is not None and self._fleet.current(stream.session) is not None:
+                    said = str(getattr(request, kind)).replace("\n", " ").strip()
+                    log.info(kind.replace("_", " "), node=stream.hello.node.node_id, said=said)
+        self._publish()
+
+    def _answered(self, stream: Stream, result: control_pb2.PolicyResult, now: float) -> None:
+        """One node's answer to one push: into the fleet, the trace, the metrics and the log."""
+        identity, kind = codec.decode_identity(result.identity), result.WhichOneof("result")
+        node_id, member = stream.hello.node.node_id, self._fleet.current(stream.session)
+        if kind is None or member is None:
+            return
+        said: dict[str, Any] = {}
+        match kind:
+            case "applied":
+                apply_ms = result.applied.apply_ms
+                said = {"apply_ms": round(apply_ms, 3), "step": result.applied.step_no}
+                self._fleet.applied(stream.session, identity, apply_ms)
+                self._replica.seen(identity, node_id)
+                stream.applied(identity, apply_ms, now)
+                if stream.answered(identity, kind) and member.hello.role is Role.WORKER:
+                    self._metrics.convergence.observe(now - max(self._changed_at, member.joined_at))
+            case "refused":
+                r = result.refused
+                said = {"reason": r.reason, "field": r.field, "because": r.message}
+                self._fleet.refused(stream.session, Refusal(identity, r.reason, r.field, r.message))
+                if r.reason == DIGEST_CLASH:
+                    # Other bytes in the same place: only a higher epoch gets past both.
+                    self._replica.seen(dataclasses.replace(identity, sha256=b""), node_id)
+                stream.answered(identity, kind, refused=PolicyRefused(r.message), cause=r.reason)
+            case "ignored_holding":
+                held = codec.decode_identity(result.ignored_holding)
+                said = {"holds": str(held)}
+                self._fleet.applied(stream.session, held, 0.0)
+                self._replica.seen(held, node_id)
+                stream.answered(identity, kind)
+        self._metrics.results.labels(kind).inc()
+        trace_id = result.traceparent[3:35]
+        log.info("policy answer", node=node_id, identity=str(identity), result=kind, trace_id=trace_id, **said)
+        self.answers.set(None)
+
+
+async def _hello(requests: AsyncIterator[control_pb2.ConnectRequest]) -> Hello:
+    first: control_pb2.ConnectRequest | None = None
+    with contextlib.suppress(TimeoutError, StopAsyncIteration):
+        async with asyncio.timeout(HELLO_S):
+            first = await anext(requests)
+    if first is None or not first.HasField("hello"):
+        raise InvalidRequest("the first message of a control stream must be Hello")
+    return codec.decode_hello(first.hello)
+
+
+def encode_view(view: View) -> control_pb2.FleetView:
+    return control_pb2.FleetView(
+        version=view.version,
+        workers=[
+            control_pb2.FleetWorker(
+                node_id=w.node.node_id,
+                incarnation=w.incarnation,
+                address=w.address,
+                pool=w.node.pool,
+                model=w.model,
+                labels=w.node.labels,
+                limits=codec.encode_limits(w.node.limits),
+                state=codec.encode_state(w.state),
+            )
+            for w in view.workers
+        ],
+    )

@@ -1,0 +1,194 @@
+"""What this replica of the control plane holds: the newest policy, kept in step with the store, and the one door for changes to it.
+
+Invariant: `newest` only ever rises in (epoch, revision), and so does what nodes get. When the store is found empty or behind what this
+replica or any node holds, its present policy goes back in under a higher epoch; a write waits until that is done. While the store is
+away, `newest` stays as it was and writes fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from controlplane import spec
+from controlplane.store import Moved, PolicyStore, Stored, Write, reseed, stale
+from trimtab.codec import decode_document, seal
+from trimtab.errors import Conflict, StoreUnavailable
+from trimtab.kit.watch import Watch
+from trimtab.policy import Change
+from trimtab.snapshot import Document, Identity, Node, Verdict, judge
+
+log = structlog.get_logger(__name__)
+
+ATTEMPTS = 16
+"""Times that a change is built anew because another write came between."""
+HIGHEST_EPOCH = 1 << 62
+"""A node that claims more than this is broken: nothing could be written above it."""
+MEND_BACKOFF_S = (0.1, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a change came to: the policy after it, and what differs. `written` is False for a dry run and where nothing differs."""
+
+    stored: Stored
+    changes: tuple[Change, ...]
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The highest snapshot that anybody was seen to hold; the store must not be below it."""
+
+    identity: Identity
+    holder: str
+
+    def above(self, stored: Stored | None) -> bool:
+        verdict = judge(stored.identity if stored else Identity(), self.identity)
+        return verdict in (Verdict.TAKE, Verdict.CLASH)
+
+
+def unix_ms() -> int:
+    return int(time.time() * 1000)
+
+
+class Replica:
+    """`run` must be running for anything but `newest` to move."""
+
+    def __init__(self, store: PolicyStore, *, now_unix_ms: Callable[[], int] = unix_ms) -> None:
+        self.store = store
+        self.newest: Watch[Stored | None] = Watch(None)
+        self._now_unix_ms = now_unix_ms
+        self._floor = Floor(Identity(), "")
+        self._behind = asyncio.Event()
+        self._mending = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Follow the store for ever, and mend it where it is behind."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._mend_when_behind())
+
+    async def _follow(self) -> None:
+        async with contextlib.aclosing(self.store.watch()) as states:
+            async for stored in states:
+                self._take(stored)
+
+    def seen(self, held: Identity, holder: str) -> None:
+        """A node holds this snapshot. The store is mended when it turns out to be behind it."""
+        if held.epoch > HIGHEST_EPOCH:
+            log.error("a node claims an epoch that nobody can have written", node=holder, held=str(held))
+            return
+        floor = Floor(held, holder)
+        if floor.above(self.newest.value) and held >= self._floor.identity:
+            self._floor = floor
+            self._behind.set()
+
+    def _take(self, stored: Stored | None) -> None:
+        held = self.newest.value
+        if stored is not None and (held is None or stored.identity > held.identity):
+            log.info(
+                "policy changed",
+                identity=str(stored.identity),
+                spec_version=stored.spec_version,
+                author=stored.author,
+                reason=stored.reason,
+                changes={c.field: f"{spec.shown(c.before)} → {spec.shown(c.after)}" for c in stored.changes},
+                trace_id=stored.traceparent[3:35],
+            )
+            self.newest.set(stored)
+        if stored is None or self._lowest().above(stored):
+            self._behind.set()
+
+    def _lowest(self) -> Floor:
+        """What the store must not be below: the nodes' highest, or what this replica itself has handed out."""
+        held = self.newest.value
+        if held is not None and held.identity > self._floor.identity:
+            return Floor(held.identity, "this control plane")
+        return self._floor
+
+    async def _mend_when_behind(self) -> None:
+        while True:
+            await self._behind.wait()
+            self._behind.clear()
+            wait_s = MEND_BACKOFF_S[0]
+            while True:
+                try:
+                    await self._current()
+                    break
+                except StoreUnavailable as e:
+                    log.warning("policy not loaded yet", because=e.message)
+                    await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
+                    wait_s = min(2 * wait_s, MEND_BACKOFF_S[1])
+
+    async def _current(self) -> Stored:
+        """What the store holds, seeded or mended first where it must be."""
+        async with self._mending:
+            for _ in range(ATTEMPTS):
+                found = await self.store.load()
+                floor = self._lowest()
+                with contextlib.suppress(Moved):
+                    stored = found if found is not None and not floor.above(found) else await self._mend(found, floor)
+                    self._take(stored)
+                    return stored
+        raise StoreUnavailable("other replicas kept mending the policy store; try again")
+
+    async def _mend(self, found: Stored | None, floor: Floor) -> Stored:
+        """The newest spec that is known, under an epoch above everything that was seen. Moved when another replica was faster."""
+        known = max((s for s in (found, self.newest.value) if s), key=lambda s: s.identity, default=None)
+        now = self._now_unix_ms()
+        first = floor.identity == Identity()
+        held = found.identity if found else "nothing"
+        stored = await reseed(
+            self.store,
+            decode_document(known.snapshot.document) if known else Document(written_unix_ms=now),
+            found=found,
+            above=floor.identity.epoch,
+            spec_version=max((s.spec_version for s in (found, self.newest.value) if s), default=0),
+            reason="first start" if first else f"the store held {held}, {floor.holder} holds {floor.identity}",
+            now_unix_ms=now,
+        )
+        if not first:
+            log.warning(
+                "store was behind", found=str(held), held=str(floor.identity), by=floor.holder, now=str(stored.identity)
+            )
+        return stored
+
+    async def change(
+        self,
+        fields: Mapping[str, str],
+        nodes: Callable[[], Iterable[Node]],
+        *,
+        author: str,
+        reason: str,
+        expect_version: int | None = None,
+        dry_run: bool = False,
+        traceparent: str = "",
+    ) -> Outcome:
+        """A person's change, checked against `nodes`, written unless `dry_run` or nothing differs.
+
+        PolicyRefused and Conflict write nothing; StoreUnavailable means that the store did not say that it wrote.
+        """
+        for _ in range(ATTEMPTS):
+            stored = await self._current()
+            if expect_version not in (None, stored.spec_version):
+                raise stale(expect_version or 0, stored.spec_version)
+            now = self._now_unix_ms()
+            draft = spec.change(decode_document(stored.snapshot.document), fields, nodes(), now_unix_ms=now)
+            if dry_run or not draft.changes:
+                return Outcome(stored, draft.changes, written=False)
+            held = stored.identity
+            snapshot = seal(draft.document, epoch=held.epoch, revision=held.revision + 1)
+            after = Stored(snapshot, stored.spec_version + 1, author, reason, now, draft.changes, traceparent)
+            with contextlib.suppress(Moved):
+                await self.store.put(Write(after, held, uuid.uuid4().hex, expect_version))
+                self._take(after)
+                return Outcome(after, draft.changes, written=True)
+        raise Conflict("others kept changing the policy in between; try again")

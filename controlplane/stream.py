@@ -1,0 +1,65 @@
+"""One node's open control stream: what was sent to it, and the span of the push that it has not answered yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry.trace import Span
+
+from controlplane.store import Stored
+from trimtab.errors import TrimtabError
+from trimtab.kit.telemetry import fail, parse_traceparent, span_at, traceparent, tracer
+from trimtab.kit.watch import Watch
+from trimtab.messages import Hello
+from trimtab.snapshot import Identity
+
+
+class Stream:
+    """`due` wakes the stream's writer, which then compares `pushed` and `viewed` with what is newest."""
+
+    def __init__(self, hello: Hello, session: int) -> None:
+        self.hello = hello
+        self.session = session
+        self.due: Watch[None] = Watch(None)
+        self.open = True
+        self.because: TrimtabError | None = None
+        self.pushed = hello.held
+        self.viewed = 0
+        self._push: tuple[Identity, Span] | None = None
+
+    def end(self, because: TrimtabError | None = None) -> None:
+        self.open = False
+        self.because = self.because or because
+        self.due.set(None)
+
+    def begin_push(self, stored: Stored) -> str:
+        """Opens the push's span under the put's, and gives its traceparent. One is open at a time: what a node skips it does not answer."""
+        self.close_push("unanswered")
+        attributes = {"trimtab.node": self.hello.node.node_id, "trimtab.policy": str(stored.identity)}
+        span = tracer().start_span("policy.push", context=parse_traceparent(stored.traceparent), attributes=attributes)
+        self._push = (stored.identity, span)
+        self.pushed = stored.identity
+        return traceparent(span)
+
+    def answered(
+        self, identity: Identity, result: str, *, refused: TrimtabError | None = None, cause: str = ""
+    ) -> bool:
+        """Ends the push's span. False for an answer to another push than the open one."""
+        if self._push is None or self._push[0] != identity:
+            return False
+        if refused is not None:
+            fail(self._push[1], refused, cause)
+        self.close_push(result)
+        return True
+
+    def applied(self, identity: Identity, apply_ms: float, now: float) -> None:
+        """The node's apply, as a span under the push; `now` is time.monotonic() at the answer."""
+        if self._push is not None and self._push[0] == identity:
+            facts: dict[str, Any] = {"trimtab.node": self.hello.node.node_id, "trimtab.apply_ms": round(apply_ms, 3)}
+            span_at("policy.apply", self._push[1], now - apply_ms / 1000, now, facts)
+
+    def close_push(self, result: str) -> None:
+        if self._push is not None:
+            self._push[1].set_attribute("trimtab.result", result)
+            self._push[1].end()
+            self._push = None
