@@ -1,0 +1,1 @@
+"""A gateway: clients in front, workers behind."""

@@ -1,0 +1,175 @@
+"""A gateway process: settings → links to workers → gRPC and HTTP → control link; SIGTERM drains. `python -m services.gateway --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import Any
+
+import click
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio
+from grpc_reflection.v1alpha import reflection
+
+from services.control import ControlLink
+from services.gateway import server as grpc_door
+from services.gateway.admission import Admission
+from services.gateway.control import Identification, PolicyHolder
+from services.gateway.dispatch import Dispatch
+from services.gateway.endpoints import Endpoints
+from services.gateway.http_server import HttpServer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai import OpenAiDoor
+from services.gateway.settings import GatewaySettings
+from trimtab.errors import Draining
+from trimtab.kit import config, process, rpc, telemetry
+from trimtab.messages import Workload
+from trimtab.snapshot import Node
+
+log = structlog.get_logger(__name__)
+
+EXIT_USAGE = 2
+HEALTH_INTERVAL_S = 0.2
+
+
+class Gateway:
+    """What one process is made of."""
+
+    def __init__(self, s: GatewaySettings) -> None:
+        state = process.state_dir(s.mesh)
+        self.settings = s
+        self.metrics = GatewayMetrics()
+        self.endpoints = Endpoints(
+            s.node_id, s.workers, cache=state / f"fleet-{s.node_id}.binpb", on_dropped=self.metrics.dropped
+        )
+        self.holder = PolicyHolder(Node(s.node_id), state / f"policy-{s.node_id}.json")
+        self.admission = Admission(self.holder.policy)
+        self.dispatch = Dispatch(
+            self.endpoints,
+            self.metrics,
+            self.admission,
+            default_workload=Workload(s.default_workload),
+            deadline_s={Workload.REALTIME: s.realtime_deadline_s, Workload.BATCH: s.batch_deadline_s},
+        )
+        self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up)
+        self.health = aio.HealthServicer()
+        self.grpc = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        door = OpenAiDoor(self.dispatch, max_body_bytes=s.max_body_bytes)
+        self.http = HttpServer(door.handle, s.http, max_body_bytes=s.max_body_bytes)
+        self._background: list[asyncio.Task[None]] = []
+        self.grpc_port = 0
+
+    async def start(self) -> None:
+        """PortTaken when a port is; nothing is left running then."""
+        self.grpc_port = rpc.bind(self.grpc, self.settings.listen)
+        await self.http.start()
+        self.holder.load()
+        self.endpoints.start()
+        inference = grpc_door.register(self.dispatch, self.grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        names = (
+            inference,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self.grpc)
+        me = Identification(
+            self.settings.node_id,
+            f"{self.settings.listen.rsplit(':', 1)[0]}:{self.grpc_port}",
+            f"{self.settings.http.rsplit(':', 1)[0]}:{self.http.port}",
+            self.holder,
+            self.admission,
+            self.metrics,
+        )
+        self._background = [
+            asyncio.create_task(self._publish_health(("", inference)), name="health"),
+            asyncio.create_task(self.admission.watch_readers(), name="stuck readers"),
+        ]
+        if self.settings.control:
+            link = ControlLink(
+                self.settings.control,
+                me.hello,
+                me.report,
+                on_push=self.holder.on_push,
+                on_fleet=self.endpoints.on_fleet,
+                on_command=None,
+            )
+            self._background.append(asyncio.create_task(link.run(), name="control link"))
+        await self.grpc.start()
+
+    async def drain(self) -> None:
+        """No new requests; what runs gets `drain_s` to finish, and is then cut with its count."""
+        self.admission.draining = True
+        log.info("draining", unfinished=len(self.admission.live), deadline_s=self.settings.drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_s):
+                await self.admission.idle.wait()
+        self.admission.end_all(lambda: Draining("this gateway has shut down"))
+
+    async def stop(self) -> None:
+        for task in self._background:
+            await rpc.cancel_and_wait(task)
+        await self.http.stop()
+        await self.grpc.stop(0.5)
+        await self.endpoints.close()
+
+    async def _publish_health(self, services: tuple[str, ...]) -> None:
+        """SERVING while some worker can take requests."""
+        shown: bool | None = None
+        while True:
+            good = self.endpoints.can_serve and not self.admission.draining
+            if good != shown:
+                shown = good
+                status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
+                for service in services:
+                    await self.health.set(service, status)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+async def serve(s: GatewaySettings) -> None:
+    """Until SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stopping.set)
+    gateway = Gateway(s)
+    await gateway.start()
+    log.info("gateway ready", node=s.node_id, listen=s.listen, http=s.http)
+    await stopping.wait()
+    await gateway.drain()
+    await gateway.stop()
+    log.info("gateway stopped", node=s.node_id)
+
+
+@click.command()
+@click.option("--config", "config_file", default=None, metavar="FILE", help="settings file")
+@config.options(GatewaySettings)
+def main(config_file: str | None, **flags: Any) -> None:
+    """One gateway: gRPC and OpenAI-compatible HTTP in front of the workers."""
+    try:
+        s = config.load(GatewaySettings, "gateway", flags=flags, file=config.find_file(config_file))
+    except config.ConfigError as e:
+        click.echo("\n".join(e.faults), err=True)
+        sys.exit(EXIT_USAGE)
+    if s.parent_pid is not None:
+        process.die_with_parent(s.parent_pid, signal.SIGTERM)
+    telemetry.setup_logging(f"gateway {s.node_id}", level=s.log_level)
+    provider = telemetry.setup_tracing(f"gateway-{s.node_id}", process.state_dir(s.mesh))
+    code = 0
+    try:
+        uvloop.run(serve(s))
+    except rpc.PortTaken as e:
+        click.echo(f"gateway {s.node_id}: {e}", err=True)
+        code = EXIT_USAGE
+    finally:
+        provider.shutdown()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

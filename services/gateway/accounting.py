@@ -1,0 +1,128 @@
+"""What is kept of one request for its log line, its span and its metrics; all written once, at its end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, set_span_in_context
+
+from services.gateway.metrics import GatewayMetrics
+from trimtab.errors import Outcome, TrimtabError
+from trimtab.kit import telemetry
+from trimtab.messages import ChatMessage, Finish, Request, Workload
+
+log = structlog.get_logger(__name__)
+
+
+class Account:
+    """Starts with the request. Names follow the GenAI semantic conventions; no content is ever recorded."""
+
+    def __init__(self, request: Request, workload: Workload, parent: Context | None, metrics: GatewayMetrics) -> None:
+        self.started = time.monotonic()
+        self.first_token_at: float | None = None
+        self.tokens = 0
+        self.attempts = 0
+        self.worker = ""
+        self.finish: Finish | None = None
+        self.prompt_tokens = 0
+        self._request = request
+        self._workload = workload
+        self._metrics = metrics
+        chat = bool(request.prompt) and isinstance(request.prompt[0], ChatMessage)
+        operation = "chat" if chat else "text_completion"
+        s = request.sampling
+        known = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "trimtab",
+            "gen_ai.request.model": request.model,
+            "gen_ai.request.max_tokens": s.max_tokens,
+            "gen_ai.request.temperature": s.temperature,
+            "gen_ai.request.top_p": s.top_p,
+            "gen_ai.request.top_k": s.top_k,
+            "gen_ai.request.seed": s.seed,
+            "gen_ai.request.stop_sequences": s.stop or None,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.conversation.id": request.session_id or None,
+            "trimtab.request_id": request.request_id,
+            "trimtab.workload": workload.value,
+        }
+        self.span = telemetry.tracer().start_span(
+            f"{operation} {request.model}",
+            context=parent,
+            kind=SpanKind.SERVER,
+            attributes={k: v for k, v in known.items() if v is not None},
+        )
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self.span.get_span_context().trace_id:032x}"
+
+    def attempt(self, worker: str, why: str) -> Span:
+        """A span for one worker's try."""
+        self.attempts += 1
+        self.worker = worker
+        if self.attempts > 1:
+            self._metrics.retried()
+        return telemetry.tracer().start_span(
+            "dispatch",
+            context=set_span_in_context(self.span),
+            kind=SpanKind.CLIENT,
+            attributes={"trimtab.worker": worker, "trimtab.attempt": self.attempts, "trimtab.pick": why},
+        )
+
+    def delivered(self, tokens: int) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self.tokens += tokens
+
+    def close(self, error: BaseException | None) -> None:
+        """`error` is what ended the request, None when it finished; anything outside the error tree is the caller leaving or a fault of ours."""
+        total_s = time.monotonic() - self.started
+        ttft_s = None if self.first_token_at is None else self.first_token_at - self.started
+        outcome, reason = _verdict(error, self.finish)
+        facts: dict[str, Any] = {}
+        if self.finish is not None:
+            self.prompt_tokens = self.finish.usage.prompt_tokens
+            self.span.set_attribute("gen_ai.response.finish_reasons", [self.finish.reason.value])
+            self.span.set_attribute("gen_ai.usage.cache_read.input_tokens", self.finish.usage.cached_prompt_tokens)
+        if error is not None:
+            telemetry.fail(self.span, error, reason)
+            facts |= {"error": str(error)} if str(error) else {}
+        self.span.set_attribute("gen_ai.usage.input_tokens", self.prompt_tokens)
+        self.span.set_attribute("gen_ai.usage.output_tokens", self.tokens)
+        if ttft_s is not None:
+            self.span.set_attribute("gen_ai.response.time_to_first_chunk", ttft_s)
+            facts["ttft_ms"] = round(ttft_s * 1000.0, 1)
+        self.span.set_attribute("trimtab.outcome", outcome)
+        self.span.end()
+        self._metrics.finished(
+            self._workload.value, outcome, reason, tokens=self.tokens, ttft_s=ttft_s, total_s=total_s
+        )
+        log.info(
+            "request",
+            request_id=self._request.request_id,
+            trace_id=self.trace_id,
+            model=self._request.model,
+            workload=self._workload.value,
+            worker=self.worker,
+            outcome=outcome,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.tokens,
+            total_ms=round(total_s * 1000.0, 1),
+            attempts=self.attempts,
+            **facts,
+        )
+
+
+def _verdict(error: BaseException | None, finish: Finish | None) -> tuple[str, str]:
+    if isinstance(error, TrimtabError):
+        return error.outcome.value, error.reason
+    if isinstance(error, Exception):
+        return Outcome.ENGINE_FAULT.value, "INTERNAL"
+    if finish is not None:
+        return Outcome.OK.value, finish.reason.value
+    return Outcome.CLIENT_FAULT.value, "CANCELLED"

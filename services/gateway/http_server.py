@@ -1,0 +1,104 @@
+"""HTTP/1.1 for one handler: body and header limits that are stated when they are broken, and a caller that leaves cancels its handler.
+
+aiohttp answers a head that it can't parse by itself, in plain text; here that answer has the handler's error shape too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import http_exceptions, web
+
+from services.gateway import openai_errors as errors
+from trimtab.kit import rpc
+
+MAX_LINE_BYTES = 8190
+"""The request line at most."""
+MAX_HEADER_BYTES = 8190
+"""One header field at most."""
+MAX_HEADERS = 128
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def json_response(
+    status: int, body: dict[str, Any], headers: dict[str, str] | None = None, *, close: bool = False
+) -> web.Response:
+    response = web.json_response(body, status=status, headers=headers)
+    if close:
+        response.force_close()
+    return response
+
+
+class _Connection(web.RequestHandler):
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """A head that broke HTTP or our limits. The handler itself raises nothing."""
+        if isinstance(exc, http_exceptions.LineTooLong):
+            status = 431
+            message = (
+                f"the request's head is too large: its line may have {MAX_LINE_BYTES} bytes and each header field "
+                f"{MAX_HEADER_BYTES}, with at most {MAX_HEADERS} fields"
+            )
+        fault = errors.HttpFault(
+            status, message or "the request is not valid HTTP", code="header_too_large" if status == 431 else "bad_http"
+        )
+        return json_response(*errors.render(fault), close=True)
+
+
+class _Server(web.Server):
+    """aiohttp's server with our connection."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+
+
+class HttpServer:
+    """Listens from `start` to `stop`. PortTaken names the holder of a taken port."""
+
+    def __init__(self, handler: Handler, address: str, *, max_body_bytes: int) -> None:
+        self._handler = handler
+        self._address = address
+        self._max_body_bytes = max_body_bytes
+        self._runner: web.ServerRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def make(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self._max_body_bytes)
+
+        # handler_cancellation: a closed connection cancels the handler, and with it the request at its worker.
+        self._runner = web.ServerRunner(
+            _Server(self._handler, request_factory=make, handler_cancellation=True),
+            shutdown_timeout=1.0,
+        )
+        await self._runner.setup()
+        host, port = self._address.rsplit(":", 1)
+        try:
+            await web.TCPSite(self._runner, host, int(port), backlog=1024).start()
+        except OSError as e:
+            await self._runner.cleanup()
+            if e.errno == errno.EADDRINUSE:
+                raise rpc.PortTaken(rpc.port_taken(self._address)) from e
+            raise
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()

@@ -1,0 +1,28 @@
+"""A gateway's settings: fixed for the life of the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.kit.config import setting
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    node_id: str = setting("g0", "name of this gateway, unique in the mesh")
+    mesh: str = setting("default", "mesh that this gateway belongs to; names its state directory")
+    listen: str = setting("127.0.0.1:7070", "gRPC address")
+    http: str = setting("127.0.0.1:7080", "HTTP address: OpenAI-compatible API, /health and /metrics")
+    control: tuple[str, ...] = setting(("127.0.0.1:7071",), "control plane replicas, host:port")
+    workers: tuple[str, ...] = setting((), "static workers, host:port, beside those that the control plane names")
+    default_workload: str = setting("realtime", "workload of requests that name none: realtime or batch")
+    realtime_deadline_s: float = setting(120.0, "deadline of REALTIME requests that set none")
+    batch_deadline_s: float = setting(86_400.0, "deadline of BATCH requests that set none")
+    max_body_bytes: int = setting(8 << 20, "HTTP bodies above this are refused")
+    drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
+    log_level: str = setting("info", "debug, info, warning or error")
+    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
+
+    def __post_init__(self) -> None:
+        if self.default_workload not in ("realtime", "batch"):
+            raise ValueError(f"gateway default_workload must be realtime or batch, not {self.default_workload!r}")

@@ -1,0 +1,161 @@
+"""A worker that fails: another one takes the request before its first token; after it, the stream is cut with the count."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+
+import pytest
+
+from tests.gateway.builders import a_request, read, until
+from tests.gateway.fake_worker import Running, hang, hello_world
+from trimtab import messages as m
+from trimtab.errors import Draining, EngineDead, Internal, QueueFull, SlowReader, StreamCut
+
+
+async def two_tokens_then_hang(r: Running) -> None:
+    r.accept()
+    r.token("Hel")
+    r.token("lo")
+    await hang(r)
+
+
+def failing(error):
+    async def script(r: Running) -> None:
+        r.accept()
+        r.fail(error)
+
+    return script
+
+
+@pytest.fixture
+def first_then_other(start_worker, start_gateway):
+    """Two workers, of which the first is picked first: the other has more to do."""
+
+    async def start(script, other=hello_world):
+        first, second = await start_worker("w0", script=script), await start_worker("w1", script=other)
+        second.load = m.Load(running=5)
+        gateway = await start_gateway(first, second)
+        await until(lambda: gateway.endpoints.get(second.address).load.running == 5)
+        return first, second, gateway
+
+    return start
+
+
+@pytest.mark.parametrize("error", [EngineDead("gone"), Draining("leaving"), Internal("odd")])
+async def test_a_fault_before_the_first_token_is_retried_elsewhere(first_then_other, client_of, error):
+    first, second, gateway = await first_then_other(failing(error))
+    events = [e async for e in client_of(gateway).generate(a_request(request_id="r"))]
+    assert [type(e) for e in events].count(m.Accepted) == 1
+    assert "".join(e.text for e in events if isinstance(e, m.Delta)) == "Hello world!"
+    start = await second.hears("start")
+    assert (start.request_id, start.attempt) == ("r", 2)
+    assert first.count("start") == 1
+    assert gateway.metrics.counters["retries"] == 1
+
+
+@pytest.mark.parametrize("error", [QueueFull("full"), SlowReader("slow")])
+async def test_back_pressure_is_the_clients_to_handle(first_then_other, client_of, error):
+    _, second, gateway = await first_then_other(failing(error))
+    with pytest.raises(type(error)):
+        await client_of(gateway).complete(a_request())
+    assert second.count("start") == 0
+
+
+async def test_a_silent_link_is_dead_after_a_second_and_a_half(first_then_other, client_of):
+    first, second, gateway = await first_then_other(hang)
+    begun = time.monotonic()
+    async with aclosing(client_of(gateway).generate(a_request())) as events:
+        assert isinstance(await anext(events), m.Accepted)
+        first.silent = True
+        rest = [e async for e in events]
+    assert 1.2 < time.monotonic() - begun < 2.5
+    assert "".join(e.text for e in rest if isinstance(e, m.Delta)) == "Hello world!"
+    assert (await second.hears("start")).attempt == 2
+    assert "said nothing for 1.5 s" in gateway.endpoints.get(first.address).why_down
+
+
+async def test_a_killed_worker_before_the_first_token(first_then_other, client_of):
+    first, _, gateway = await first_then_other(hang)
+    async with aclosing(client_of(gateway).generate(a_request())) as events:
+        await anext(events)
+        await first.die()
+        rest = [e async for e in events]
+    assert isinstance(rest[-1], m.Finish)
+
+
+async def test_a_killed_worker_after_two_tokens_cuts_the_stream_with_the_count(first_then_other, client_of):
+    first, second, gateway = await first_then_other(two_tokens_then_hang)
+    events = []
+
+    async def each(event):
+        if isinstance(event, m.Delta) and event.first_index + len(event.token_ids) == 2:
+            await first.die()
+
+    with pytest.raises(StreamCut) as caught:
+        await read(client_of(gateway).generate(a_request()), events, each)
+    assert "".join(e.text for e in events if isinstance(e, m.Delta)) == "Hello"
+    assert caught.value.grpc_code == "ABORTED"
+    assert caught.value.metadata["tokens_delivered"] == "2"
+    assert second.count("start") == 0
+
+
+async def test_the_last_fault_is_told_when_nobody_else_is_there(start_worker, start_gateway, client_of):
+    gateway = await start_gateway(await start_worker(script=failing(Draining("leaving"))))
+    with pytest.raises(Draining, match="leaving"):
+        await client_of(gateway).complete(a_request())
+
+
+async def test_three_attempts_are_the_most(start_worker, start_gateway, client_of):
+    workers = [await start_worker(f"w{i}", script=failing(EngineDead("gone"))) for i in range(4)]
+    gateway = await start_gateway(*workers)
+    with pytest.raises(EngineDead):
+        await client_of(gateway).complete(a_request())
+    assert sum(w.count("start") for w in workers) == 3
+
+
+async def test_pieces_of_an_older_attempt_are_dropped_and_counted(first_then_other, client_of):
+    async def babbling(r: Running) -> None:
+        """Fails, and goes on talking."""
+        r.accept()
+        r.fail(EngineDead("gone"))
+        r.token("stale")
+
+    async def after_stale(r: Running) -> None:
+        r.accept()
+        r.event(m.Delta(0, (9,), "older"), attempt=r.start.attempt - 1)
+        await hello_world(r)
+
+    _, _, gateway = await first_then_other(babbling, after_stale)
+    text, _ = await client_of(gateway).complete(a_request())
+    assert text == "Hello world!"
+    assert b"trimtab_gateway_dropped_pieces_total 2.0" in gateway.metrics.text()
+
+
+async def test_a_missing_or_doubled_index_never_reaches_the_client(start_worker, start_gateway, client_of):
+    async def skipping(r: Running) -> None:
+        r.accept()
+        r.token("a")
+        r.event(m.Delta(2, (9,), "c"))
+        await hang(r)
+
+    worker = await start_worker(script=skipping)
+    gateway = await start_gateway(worker)
+    events = []
+    with pytest.raises(StreamCut) as caught:
+        await read(client_of(gateway).generate(a_request()), events)
+    assert [e.text for e in events if isinstance(e, m.Delta)] == ["a"]
+    assert caught.value.metadata["tokens_delivered"] == "1"
+    await worker.hears("cancel")
+
+
+async def test_a_restarted_worker_on_the_same_address_is_used_again(start_worker, start_gateway, client_of):
+    worker = await start_worker()
+    gateway = await start_gateway(worker)
+    address = worker.address
+    await worker.die()
+    await until(lambda: not gateway.endpoints.can_serve)
+    await worker.start(address)
+    await until(lambda: gateway.endpoints.can_serve)
+    text, _ = await client_of(gateway).complete(a_request())
+    assert text == "Hello world!"
