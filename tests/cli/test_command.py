@@ -1,0 +1,81 @@
+"""The `trimtab` command as a whole: quick help, lazy verbs, helpful mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from click.testing import CliRunner
+
+from trimtab_cli.__main__ import VERBS, cli
+
+HEAVY = {"grpc", "vllm", "torch", "rich", "redis", "google.protobuf", "opentelemetry", "asyncio", "numpy", "psutil"}
+
+
+def trimtab(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trimtab_cli", *args], capture_output=True, text=True, check=False, timeout=30
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """What makes it slow, rather than how slow it is: a time would measure the machine."""
+    code = (
+        "import sys\n"
+        "sys.argv = ['trimtab', '--help']\n"
+        "from trimtab_cli.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stderr.strip() == "[]"
+    for verb in VERBS:
+        assert f"\n  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_loads_and_has_help_and_json(verb: str) -> None:
+    result = CliRunner().invoke(cli, [verb, "--help"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"Usage: cli {verb}")
+
+
+def test_the_version_is_the_packages() -> None:
+    result = CliRunner().invoke(cli, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"trimtab {version('trimtab')}\n")
+
+
+def test_an_unknown_verb_names_the_nearest() -> None:
+    done = trimtab("polcy")
+    assert done.returncode == 2
+    assert "there is no verb 'polcy'; did you mean policy?" in done.stderr
+
+
+def test_a_verb_like_no_other_gets_the_list() -> None:
+    result = CliRunner().invoke(cli, ["zzz"])
+    assert result.exit_code == 2
+    assert "verbs: up, chat," in result.output
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("up", "--workers", "0"),
+        ("up", "--nonsense"),
+        ("up", "stray"),
+        ("up", "--", "--nonsense", "1"),
+        ("up", "--", "--listen", "127.0.0.1:1"),
+        ("up", "--engine", "steam"),
+        ("up", "--", "--max-num-seqs", "many"),
+        ("up", "--config", "nowhere.toml"),
+        ("chat", "--temperature", "-1", "hi"),
+        ("generate",),
+        ("generate", "hi", "--token-ids", "1"),
+        ("generate", "--token-ids", "1,x"),
+        ("config", "print", "--section", "nothing"),
+    ],
+)
+def test_a_mistake_is_usage(args: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(cli, args).exit_code == 2

@@ -1,0 +1,155 @@
+"""What `trimtab up` decides before anything starts: processes, ports, flags, and that the mesh is its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.mesh import FakeGateway, an_answer, serving
+from trimtab.errors import NoWorker
+from trimtab.kit.config import ConfigError
+from trimtab.kit.process import free_port
+from trimtab_cli import greeting, mesh, ready
+from trimtab_cli.plan import Plan, Spec, Tier, make
+
+SECTIONS = ("GATEWAY_LISTEN", "GATEWAY_HTTP", "CONTROL_LISTEN", "CONTROL_METRICS", "WORKER_LISTEN", "WORKER_METRICS")
+
+
+@pytest.fixture(autouse=True)
+def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Free ports for all, each far enough from the next for a few workers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
+    given = {name: free_port() for name in SECTIONS}
+    for name, port in given.items():
+        monkeypatch.setenv(f"TRIMTAB_{name}", f"127.0.0.1:{port}")
+    return given
+
+
+@pytest.fixture
+def listener(ports: dict[str, int]) -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", ports["GATEWAY_LISTEN"])) as taken:
+        yield taken.getsockname()[1]
+
+
+def a_plan(tmp_path: Path, *extra: str, **flags: Any) -> Plan:
+    return make(mesh.load_sections(None, {"engine": "simulated", **flags}, extra), tmp_path)
+
+
+def by_name(plan: Plan) -> dict[str, Spec]:
+    return {spec.name: spec for spec in plan.specs}
+
+
+def flag(spec: Spec, name: str) -> str:
+    return spec.argv[spec.argv.index(name) + 1]
+
+
+def test_each_process_gets_what_it_needs(tmp_path: Path, ports: dict[str, int]) -> None:
+    plan = a_plan(tmp_path, "--step-ms", "3", workers="2", mesh="blue", max_num_seqs="8")
+    specs = by_name(plan)
+    assert [(s.name, s.tier) for s in plan.specs] == [
+        ("valkey", Tier.STORE),
+        ("control", Tier.CONTROL),
+        ("w0", Tier.WORKER),
+        ("w1", Tier.WORKER),
+        ("gateway", Tier.GATEWAY),
+    ]
+    assert plan.gateway == f"127.0.0.1:{ports['GATEWAY_LISTEN']}"
+    assert flag(specs["w0"], "--listen") == f"127.0.0.1:{ports['WORKER_LISTEN']}"
+    for name in ("w0", "w1", "gateway"):
+        assert flag(specs[name], "--control") == plan.control
+    for name in ("control", "w0", "w1", "gateway"):
+        assert flag(specs[name], "--mesh") == "blue"
+        assert flag(specs[name], "--parent-pid") == str(os.getpid())
+    for name in ("w0", "w1"):
+        assert (flag(specs[name], "--node-id"), flag(specs[name], "--engine")) == (name, "simulated")
+        assert (flag(specs[name], "--step-ms"), flag(specs[name], "--max-num-seqs")) == ("3", "8")
+    assert specs["control"].env["TRIMTAB_CONTROL_REDIS"] == plan.store == f"unix://{specs['valkey'].address}"
+
+
+def test_a_store_of_ones_own_starts_no_valkey(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path, redis="redis://me:secret@elsewhere:6379/0")
+    assert "valkey" not in by_name(plan)
+    assert by_name(plan)["control"].env["TRIMTAB_CONTROL_REDIS"] == "redis://me:secret@elsewhere:6379/0"
+    assert not [word for spec in plan.specs for word in spec.argv if "secret" in word]
+
+
+def test_a_taken_port_is_replaced_and_told(tmp_path: Path, listener: int) -> None:
+    plan = a_plan(tmp_path)
+    moved = int(plan.gateway.split(":")[1])
+    assert moved > listener
+    assert f"port {listener} is taken; the gateway listens on {moved}" in plan.notes
+
+
+def test_no_port_is_given_twice(tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECTIONS:
+        monkeypatch.setenv(f"TRIMTAB_{name}", f"127.0.0.1:{ports['GATEWAY_LISTEN']}")
+    plan = a_plan(tmp_path, workers="3")
+    used = [a for s in plan.specs if s.tier is not Tier.STORE for a in (s.address, s.metrics)]
+    assert len(set(used)) == len(used) == 10
+
+
+def test_a_malformed_address_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_GATEWAY_LISTEN", "7070")
+    with pytest.raises(ConfigError, match="gateway address must be host:port, not '7070'"):
+        a_plan(tmp_path)
+
+
+def test_faults_of_all_sections_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_CONTROL_FORGET_S", "soon")
+    with pytest.raises(ConfigError) as e:
+        mesh.load_sections(None, {"workers": "x", "engine": "steam"}, ())
+    assert len(e.value.faults) == 3
+
+
+def test_a_mesh_is_claimed_once_at_a_time(tmp_path: Path) -> None:
+    with mesh.claimed("blue"):
+        with mesh.claimed("red"):
+            pass
+        with pytest.raises(mesh.AlreadyUp, match="mesh blue"), mesh.claimed("blue"):
+            pass
+        plan = a_plan(tmp_path, mesh="blue")
+        record = mesh.Record("blue", plan)
+        record.write({"w0": 1})
+        with pytest.raises(mesh.AlreadyUp, match=f"mesh blue is up already .pid {os.getpid()}.: gRPC {plan.gateway}"):
+            mesh.claimed("blue").__enter__()
+        record.remove()
+    with mesh.claimed("blue"):
+        pass
+
+
+def test_the_commands_to_try_name_another_mesh_than_the_default(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path)
+    assert f"--gateway {plan.gateway}" in ready.commands("blue", plan, "m")[0]
+    assert ready.commands("default", plan, "m")[1].endswith(" policy set batch.active=4")
+    assert '"model": "m"' in ready.commands("default", plan, "m")[2]
+
+
+class LateGateway(FakeGateway):
+    """Meets its first worker at the third question."""
+
+    asked = 0
+
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        self.asked += 1
+        self.models = ("tiny",) if self.asked > 2 else ()
+        return await super().ListModels(request, context)
+
+
+async def test_the_first_prompt_waits_for_the_gateway_to_meet_its_workers() -> None:
+    async with serving(LateGateway(an_answer("Hel", "lo "))) as gateway:
+        got = await greeting.greet(gateway.address)
+    assert (got.answer, got.worker, got.policy, got.model) == ("Hello", "w0", "1.7", "tiny")
+    assert got.ttft_ms > 0
+
+
+async def test_the_first_prompt_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "RETRY_FOR_S", 0.0)
+    async with serving(FakeGateway([NoWorker("none")])) as gateway:
+        with pytest.raises(NoWorker, match="none"):
+            await greeting.greet(gateway.address)

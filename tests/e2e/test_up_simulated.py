@@ -1,0 +1,216 @@
+"""`trimtab up` as a person runs it: real processes, real ports, the simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from trimtab.client import Client
+from trimtab.errors import TrimtabError
+from trimtab.kit.process import free_port
+from trimtab.messages import Delta, Finish, Request, Sampling
+
+GONE_WITHIN_S = 8.0
+
+
+@dataclass
+class Mesh:
+    """One running `trimtab up --json`."""
+
+    process: subprocess.Popen[str]
+    env: dict[str, str]
+    events: list[dict[str, Any]]
+
+    def until(self, event: str) -> dict[str, Any]:
+        """The next event of this kind; pytest's timeout bounds the wait."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            if self.events[-1].get("event") == event:
+                return self.events[-1]
+        raise AssertionError(f"`up` ended without {event}: {self.events[-3:]}")
+
+    def verb(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "trimtab_cli", *args],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+
+    def family(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+
+def environment(state: Path) -> dict[str, str]:
+    """Its own state and ports, so that it meets no other mesh on this machine."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TRIMTAB_")}
+    ports = {
+        name: f"127.0.0.1:{free_port()}"
+        for name in ("GATEWAY_LISTEN", "GATEWAY_HTTP", "CONTROL_LISTEN", "CONTROL_METRICS", "WORKER_LISTEN")
+    }
+    ports["WORKER_METRICS"] = f"127.0.0.1:{free_port()}"
+    return {**env, "TRIMTAB_STATE_DIR": str(state), **{f"TRIMTAB_{k}": v for k, v in ports.items()}}
+
+
+@contextmanager
+def up(env: dict[str, str], *args: str) -> Iterator[Mesh]:
+    """Started without a terminal and with stdin closed."""
+    command = [sys.executable, "-m", "trimtab_cli", "up", "--engine", "simulated", "--json", *args]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *command],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    mesh = Mesh(process, env, [])
+    try:
+        yield mesh
+    finally:
+        if process.poll() is None:
+            family = mesh.family()
+            process.kill()
+            psutil.wait_procs(family, timeout=GONE_WITHIN_S)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def gone(family: list[psutil.Process]) -> bool:
+    return psutil.wait_procs(family, timeout=GONE_WITHIN_S)[1] == []
+
+
+def test_up_answers_on_every_door_and_drains(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    taken = socket.create_server(("127.0.0.1", int(env["TRIMTAB_GATEWAY_HTTP"].split(":")[1])))
+    with taken, up(env, "--workers", "2") as mesh:
+        ready = mesh.until("ready")
+        assert ready["greeting"]["answer"]
+        assert ready["greeting"]["ttft_ms"] > 0
+        assert set(ready["pids"]) == {"valkey", "control", "w0", "w1", "gateway"}
+        moved = next(e for e in mesh.events if e["event"] == "port_moved")
+        assert moved["message"].startswith(f"port {env['TRIMTAB_GATEWAY_HTTP'].split(':')[1]} is taken; ")
+
+        async def by_grpc() -> int:
+            async with Client(ready["gateway"]) as client:
+                request = Request("", ready["greeting"]["model"], "hello", Sampling(max_tokens=3))
+                return (await client.complete(request))[1].usage.completion_tokens
+
+        assert asyncio.run(by_grpc()) == 3
+        body = {"model": ready["greeting"]["model"], "prompt": "hello", "max_tokens": 3}
+        answer = httpx.post(f"{ready['http']}/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 3
+
+        fleet = mesh.verb("fleet", "--json")
+        assert fleet.returncode == 0, fleet.stderr
+        assert {"w0", "w1"} <= set(_strings(json.loads(fleet.stdout)))
+        assert mesh.verb("policy", "set", "batch.active=5").returncode == 0
+        assert mesh.verb("policy", "set", "batch.active=0").returncode == 4
+
+        second = mesh.verb("up", "--engine", "simulated")
+        assert second.returncode == 4
+        assert f"is up already (pid {mesh.process.pid})" in second.stderr
+
+        os.kill(ready["pids"]["w1"], signal.SIGKILL)
+        died = mesh.until("died")
+        assert (died["name"], died["how"]) == ("w1", "killed by SIGKILL")
+        while mesh.until("process") != {"event": "process", "name": "w1", "state": "ready"} | {
+            "seconds": mesh.events[-1]["seconds"]
+        }:
+            pass
+        run_file = tmp_path / "default" / "run.json"
+        assert run_file.stat().st_mode & 0o777 == 0o600
+        assert json.loads(run_file.read_text())["pids"]["up"] == mesh.process.pid
+
+        family = mesh.family()
+
+        async def through_the_drain() -> int:
+            """A stream that runs when the mesh is told to stop is finished."""
+            async with Client(ready["gateway"]) as client:
+                request = Request("", ready["greeting"]["model"], "hello", Sampling(max_tokens=60))
+                async for event in client.generate(request):
+                    if isinstance(event, Delta) and event.first_index == 0:
+                        mesh.process.terminate()
+                    if isinstance(event, Finish):
+                        return event.usage.completion_tokens
+            raise AssertionError("no finish")
+
+        assert asyncio.run(through_the_drain()) == 60
+        mesh.until("stopped")
+        assert mesh.process.wait(timeout=GONE_WITHIN_S) == 0
+        stopped = [e["name"] for e in mesh.events if e.get("state") == "stopped"]
+        assert (stopped[0], stopped[-2:]) == ("gateway", ["control", "valkey"])
+        assert gone(family)
+        assert not run_file.exists()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    with up(env, "--no-prompt") as mesh:
+        mesh.until("ready")
+        assert mesh.verb("policy", "set", "batch.active=5").returncode == 0
+        family = mesh.family()
+        mesh.process.kill()
+        assert gone(family)
+    assert mesh.verb("fleet").returncode == 3, "a dead mesh's run.json counts for nothing"
+    with up(env, "--no-prompt") as mesh:
+        ready = mesh.until("ready")
+        shown = mesh.verb("policy", "get", "--json")
+        assert json.loads(shown.stdout)["fields"]["batch.active"]["value"] == 5
+        family = mesh.family()
+
+        async def cut_by_the_second_signal() -> None:
+            async with Client(ready["gateway"]) as client:
+                request = Request("", "simulated", "hello", Sampling(max_tokens=10_000))
+                async for event in client.generate(request):
+                    if isinstance(event, Delta) and event.first_index == 0:
+                        mesh.process.send_signal(signal.SIGINT)
+                        mesh.until("stopping")
+                        mesh.process.send_signal(signal.SIGINT)
+
+        with pytest.raises(TrimtabError):
+            asyncio.run(cut_by_the_second_signal())
+        assert mesh.process.wait(timeout=GONE_WITHIN_S) == 1
+        assert gone(family)
+
+
+def test_a_process_that_cannot_start_ends_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default" / "traces").write_text("a file where a directory must be")
+    with up(environment(tmp_path)) as mesh:
+        assert mesh.process.stdout is not None
+        lines = [json.loads(line) for line in mesh.process.stdout]
+        assert mesh.process.wait(timeout=GONE_WITHIN_S) == 1
+    error = next(line["error"] for line in lines if "error" in line)
+    assert error["reason"] == "START_FAILED"
+    assert error["name"] in ("control", "w0", "gateway")
+    assert "FileExistsError" in "\n".join(error["tail"])
+    assert lines[-1]["event"] == "stopped"
+    with pytest.raises(psutil.NoSuchProcess):
+        psutil.Process(mesh.process.pid)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string anywhere inside."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(inner)

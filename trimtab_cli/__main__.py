@@ -1,0 +1,86 @@
+"""The `trimtab` command: it joins the verbs that live with their plane, and loads a verb only when it is typed.
+
+Invariant: help and a mistyped verb import nothing but click (DESIGN §1: `trimtab --help` answers in under 300 ms).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Where a verb's click command lives, and its line in the help."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+VERBS = {
+    "up": Verb("trimtab_cli.up", "up", "Run the whole mesh on this machine."),
+    "chat": Verb("services.cli", "chat", "Talk to a model, or ask it one thing."),
+    "generate": Verb("services.cli", "generate", "Complete a prompt."),
+    "trace": Verb("services.cli", "trace", "Show where a request's or a policy change's time went."),
+    "policy": Verb("controlplane.cli", "policy", "Read and change the policy that steers the engines."),
+    "fleet": Verb("controlplane.cli", "fleet", "Show the mesh's nodes, their load and their policy."),
+    "config": Verb("trimtab_cli.config", "config", "Check and show settings."),
+}
+
+
+class Verbs(click.Group):
+    """A group whose commands are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        command: click.Command = getattr(importlib.import_module(verb.module), verb.attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in VERBS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(VERBS)}"
+            ctx.fail(f"there is no verb {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        click.echo(f"trimtab {version('trimtab')}")
+        ctx.exit()
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
+def cli() -> None:
+    """Steer running vLLM engines: a mesh of workers, gateways and a control plane.
+
+    Begin with `trimtab up`. `trimtab VERB --help` tells of each verb; every verb takes --json.
+    """
+
+
+def main() -> None:
+    """The entry point."""
+    cli(prog_name="trimtab")
+
+
+if __name__ == "__main__":
+    main()

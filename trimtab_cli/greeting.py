@@ -1,0 +1,66 @@
+"""The proof that a mesh works: one prompt through the gateway, as any client would send it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from trimtab.client import Client
+from trimtab.errors import BackPressure, NoWorker
+from trimtab.messages import Accepted, ChatMessage, Delta, Request, Sampling
+
+PROMPT = "Say hello in one short sentence."
+MAX_TOKENS = 24
+RETRY_FOR_S = 10.0
+"""A gateway that has just become healthy may not have met its workers yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What came back. `ttft_ms` is measured here, at the client; `policy` is the revision that the worker ran under."""
+
+    prompt: str
+    answer: str
+    model: str
+    worker: str
+    policy: str
+    ttft_ms: float
+
+
+async def greet(gateway: str) -> Greeting:
+    """Raises the error tree when the mesh does not answer."""
+    give_up = time.monotonic() + RETRY_FOR_S
+    async with Client(gateway) as client:
+        while True:
+            try:
+                return await _once(client)
+            except BackPressure:
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(0.05)
+
+
+async def _once(client: Client) -> Greeting:
+    models = await client.models()
+    if not models:
+        raise NoWorker("the gateway serves no model yet")
+    request = Request(
+        request_id="",
+        model=models[0].name,
+        prompt=(ChatMessage("user", PROMPT),),
+        sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0),
+    )
+    accepted: Accepted | None = None
+    text, ttft_ms = "", 0.0
+    begun = time.perf_counter()
+    async with aclosing(client.generate(request, timeout_s=60.0)) as events:
+        async for event in events:
+            if isinstance(event, Accepted):
+                accepted = event
+            elif isinstance(event, Delta):
+                ttft_ms = ttft_ms or (time.perf_counter() - begun) * 1000.0
+                text += event.text
+    assert accepted is not None, "Accepted comes first"
+    return Greeting(PROMPT, text.strip(), accepted.model, accepted.worker_id, str(accepted.policy), ttft_ms)

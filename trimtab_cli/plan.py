@@ -1,0 +1,144 @@
+"""What `trimtab up` will run: one Spec for each process, with its command line and addresses, decided before anything
+starts.
+
+Every process listens where its own settings say; a port that is taken is replaced by the next free one, and the plan
+says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from controlplane.settings import ControlSettings
+from services.gateway.settings import GatewaySettings
+from services.worker.settings import WorkerSettings
+from trimtab.kit.config import ConfigError
+from trimtab.kit.process import port_is_free
+from trimtab_cli.settings import UpSettings
+from trimtab_cli.valkey import embedded
+
+PORTS_TRIED = 200
+
+
+class Tier(enum.IntEnum):
+    """Who leans on whom: the lower ends later, so that streams drain through everything they need."""
+
+    STORE = 0
+    CONTROL = 1
+    WORKER = 2
+    GATEWAY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One process. It is healthy when its gRPC health, or the store on its Unix socket, answers at `address`."""
+
+    name: str
+    tier: Tier
+    argv: tuple[str, ...]
+    address: str
+    metrics: str = ""
+    drain_s: float = 5.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    specs: tuple[Spec, ...]
+    gateway: str
+    http: str
+    control: str
+    workers: tuple[str, ...]
+    store: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """What the mesh's processes will read, loaded here too, so that a fault shows before anything starts."""
+
+    up: UpSettings
+    worker: WorkerSettings
+    gateway: GatewaySettings
+    control: ControlSettings
+    worker_flags: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+
+
+class _Ports:
+    """Hands out addresses that nobody listens on, each once."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._given: set[int] = set()
+
+    def take(self, address: str, what: str, offset: int = 0) -> str:
+        host, _, text = address.rpartition(":")
+        if not host or not text.isdigit():
+            raise ConfigError([f"{what} address must be host:port, not {address!r}"])
+        wanted = int(text) + offset
+        for port in range(wanted, min(wanted + PORTS_TRIED, 65536)):
+            if port not in self._given and port_is_free(port, host):
+                break
+        else:
+            raise ConfigError([f"no free port for the {what} in {wanted} to {wanted + PORTS_TRIED - 1} on {host}"])
+        if port != wanted:
+            self.notes.append(f"port {wanted} is taken; the {what} listens on {port}")
+        self._given.add(port)
+        return f"{host}:{port}"
+
+
+def make(sections: Sections, state_dir: Path) -> Plan:
+    """The plan for this machine at this moment. ConfigError and ValkeyMissing say what is in the way."""
+    up, ports = sections.up, _Ports()
+    gateway = ports.take(sections.gateway.listen, "gateway")
+    http = ports.take(sections.gateway.http, "gateway's HTTP door")
+    control = ports.take(sections.control.listen, "control plane")
+    control_metrics = ports.take(sections.control.metrics, "control plane's metrics")
+    parent = os.getpid()
+    common = ["--mesh", up.mesh, "--parent-pid", str(parent)]
+    if sections.file is not None:
+        common += ["--config", sections.file]
+    specs: list[Spec] = []
+    if up.redis:
+        store = up.redis
+    else:
+        valkey = embedded(state_dir / "valkey", parent)
+        store = valkey.url
+        specs.append(Spec("valkey", Tier.STORE, valkey.argv, str(valkey.socket)))
+    argv = _module("controlplane", *common, "--listen", control, "--metrics", control_metrics)
+    # Not as a flag: a store's URL may hold a password, and everybody on the machine can read command lines.
+    specs.append(Spec("control", Tier.CONTROL, argv, control, control_metrics, env={"TRIMTAB_CONTROL_REDIS": store}))
+    workers: list[str] = []
+    for i in range(up.workers):
+        address = ports.take(sections.worker.listen, f"worker w{i}", i)
+        metrics = ports.take(sections.worker.metrics, f"metrics of worker w{i}", i)
+        where = ["--node-id", f"w{i}", "--listen", address, "--metrics", metrics, "--control", control]
+        argv = _module("services.worker", *common, *where, *_flags(sections.worker_flags))
+        specs.append(Spec(f"w{i}", Tier.WORKER, argv, address, metrics, sections.worker.drain_s))
+        workers.append(address)
+    where = ["--node-id", "g0", "--listen", gateway, "--http", http, "--control", control]
+    argv = _module("services.gateway", *common, *where)
+    specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
+    return Plan(tuple(specs), gateway, http, control, tuple(workers), store, tuple(ports.notes))
+
+
+def _module(name: str, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *words)
+
+
+def _flags(given: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words

@@ -1,0 +1,25 @@
+"""The settings of `trimtab up`. Ports and engine details are the processes' own settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.kit.config import setting
+
+
+@dataclass(frozen=True)
+class UpSettings:
+    mesh: str = setting("default", "mesh to run; names its state directory and its keys in the store")
+    workers: int = setting(1, "workers to start")
+    engine: str = setting("", "vllm, or simulated (needs no model); empty means as [worker] says")
+    model: str = setting("", "local path or hub id; empty means as [worker] says")
+    max_num_seqs: int | None = setting(None, "rows of each engine's batch; none means as [worker] says")
+    redis: str = setting("", "store to use, redis:// or rediss:// or unix://; empty starts an embedded Valkey")
+    prompt: bool = setting(True, "end the start by sending one prompt through the gateway")
+    ready_s: float = setting(600.0, "seconds that each process may take until it is healthy")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= 64:
+            raise ValueError(f"up workers must be 1 to 64, not {self.workers}")
+        if self.ready_s <= 0:
+            raise ValueError(f"up ready_s must be above 0, not {self.ready_s}")
