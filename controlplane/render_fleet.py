@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from controlplane.render import identity_json, node_policy_json, place, store_json, store_text
+from controlplane.render import history_json, identity_json, node_policy_json, place, store_json, store_text
 from trimtab.codec import decode_hello, decode_state
 from trimtab.kit.cli import WIDTH, table
 
@@ -35,7 +35,15 @@ def fleet_text(answer: Any) -> str:
         lines += [table(("NODE", "ROLE", "POOL", "STATE", "RUN/WAIT", "POLICY", "ADDRESS"), rows), *notes]
     else:
         lines.append("no node has connected yet; start workers with --control at this control plane's address")
-    return "\n".join([*lines, "", f"newest policy: {place(answer.desired)}; {store_text(answer.store)}"])
+    lines += ["", f"newest policy: {place(answer.desired)}; {store_text(answer.store)}"]
+    if answer.HasField("last_refused"):
+        e = answer.last_refused
+        lines += textwrap.wrap(
+            f"last change by {e.author} was refused, nothing changed: {e.refused_because}",
+            WIDTH,
+            subsequent_indent="  ",
+        )
+    return "\n".join(lines)
 
 
 def fleet_json(answer: Any) -> dict[str, Any]:
@@ -43,6 +51,7 @@ def fleet_json(answer: Any) -> dict[str, Any]:
         "desired": identity_json(answer.desired),
         "nodes": [_node_json(n) for n in answer.nodes],
         "store": store_json(answer.store),
+        "last_refused": history_json([answer.last_refused])[0] if answer.HasField("last_refused") else None,
     }
 
 

@@ -170,7 +170,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 desired=encode_identity(newest.identity) if newest else None,
                 nodes=[_encode_member(m, now) for m in self._fleet],
                 store=self._store_state(),
+                last_refused=await self._last_refused(),
             )
+
+    async def _last_refused(self) -> admin_pb2.PolicyHistoryEntry | None:
+        """The newest entry of the log when it is a refusal; the fleet is shown without it while the store is away."""
+        with contextlib.suppress(StoreUnavailable):
+            newest = await self._replica.store.history(1)
+            if newest and newest[0].refused_because:
+                return _encode_entry(newest[0])
+        return None
 
     def _newest(self) -> Stored:
         stored = self._replica.newest.value

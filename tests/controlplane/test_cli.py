@@ -84,6 +84,12 @@ async def test_a_refused_value_exits_4_says_why_and_is_in_the_history(shell: She
     assert history[0]["refused_because"].startswith(f"batch.active={value}")
     assert "REFUSED, nothing changed" in (await shell("policy", "history")).stdout
     assert (await shell.json("policy", "get"))["identity"]["revision"] == 1
+    fleet = (await shell("fleet")).stdout
+    assert "was refused, nothing changed" in fleet
+    assert max(map(len, fleet.splitlines())) <= 80
+    assert (await shell.json("fleet"))["last_refused"]["refused_because"].startswith(f"batch.active={value}")
+    await shell("policy", "set", "batch.active=7")
+    assert (await shell.json("fleet"))["last_refused"] is None
 
 
 async def test_a_conflict_exits_4_with_its_reason_in_json(shell: Shell) -> None:

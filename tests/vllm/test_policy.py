@@ -66,6 +66,7 @@ async def test_a_refused_value_changes_nothing_and_says_why(mesh):
     _, fleet = mesh.trimtab("fleet")
     worker = next(n for n in fleet["nodes"] if n["role"] == "worker")
     assert worker["policy"]["applied"] == after["identity"]
+    assert "max_num_seqs = 16" in fleet["last_refused"]["refused_because"]
     _, history = mesh.trimtab("policy", "history", "-n", "4")
     assert all("batch.active" in e["refused_because"] for e in history)
 

@@ -390,6 +390,7 @@ class GetFleetResponse(_message.Message):
     DESIRED_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    LAST_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def desired(self) -> _policy_pb2.SnapshotIdentity:
         """The newest snapshot that this control plane has pushed."""
@@ -398,16 +399,21 @@ class GetFleetResponse(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetNode]: ...
     @_builtins.property
     def store(self) -> Global___StoreState: ...
+    @_builtins.property
+    def last_refused(self) -> Global___PolicyHistoryEntry:
+        """The newest attempt at a change, if it was refused before any write."""
+
     def __init__(
         self,
         *,
         desired: _policy_pb2.SnapshotIdentity | None = ...,
         nodes: _abc.Iterable[Global___FleetNode] | None = ...,
         store: Global___StoreState | None = ...,
+        last_refused: Global___PolicyHistoryEntry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "last_refused", b"last_refused", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "nodes", b"nodes", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "last_refused", b"last_refused", "nodes", b"nodes", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
