@@ -1,6 +1,6 @@
 """The values that cross process boundaries: a request, what comes back for it, and what a node reports of itself.
 
-These are domain values: parsed and plain. `codec.py` turns them to and from the wire.
+These are domain values: parsed and plain. `trimtab.codec` turns them to and from the wire.
 """
 
 from __future__ import annotations

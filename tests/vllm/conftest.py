@@ -130,15 +130,19 @@ class Mesh:
         assert code == 0, answer
         return answer
 
-    def running(self) -> tuple[int, int]:
-        """(running, waiting) from the worker's metrics, which read the engine's own counters."""
+    def counter(self, *names: str) -> tuple[int, ...]:
+        """Metrics of the worker, which read the engine's own counters at that moment."""
         with urllib.request.urlopen(f"http://{self.address('worker-metrics')}/metrics", timeout=5) as r:
-            text = r.read().decode()
+            rows = [x.replace("{", " ").split() for x in r.read().decode().splitlines()]
+        found = {row[0]: int(float(row[-1])) for row in rows if row[0] != "#"}
+        return tuple(found[name] for name in names)
 
-        def value(name: str) -> int:
-            return int(float(next(x for x in text.splitlines() if x.startswith(name + "{")).rsplit(" ", 1)[1]))
+    def running(self) -> tuple[int, ...]:
+        return self.counter("vllm:num_requests_running", "vllm:num_requests_waiting")
 
-        return value("vllm:num_requests_running"), value("vllm:num_requests_waiting")
+    def steps(self) -> int:
+        """Engine steps begun."""
+        return self.counter("trimtab_worker_engine_steps")[0]
 
     async def idle(self, timeout_s: float) -> float:
         """Seconds until the engine runs nothing."""

@@ -1,0 +1,117 @@
+"""What nodes say of themselves ⇄ values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimtab import messages as m
+from trimtab import snapshot as s
+from trimtab.codec.policy import decode_identity, encode_identity
+from trimtab.errors import InvalidRequest
+from trimtab.v1 import control_pb2, inference_pb2
+
+_STATE = {k: getattr(control_pb2, f"NODE_STATE_{k.name}") for k in m.NodeState}
+_STATE_BACK = {v: k for k, v in _STATE.items()}
+
+
+def encode_state(x: m.NodeState) -> control_pb2.NodeState.ValueType:
+    return _STATE[x]  # type: ignore[no-any-return]
+
+
+def decode_state(pb: int) -> m.NodeState:
+    """An unknown state counts as starting: not to be sent work."""
+    return _STATE_BACK.get(pb, m.NodeState.STARTING)
+
+
+def encode_load(x: m.Load) -> inference_pb2.Load:
+    return inference_pb2.Load(
+        running=x.running,
+        waiting=x.waiting,
+        queued_prefill_tokens=x.queued_prefill_tokens,
+        free_blocks=x.free_blocks,
+        total_blocks=x.total_blocks,
+    )
+
+
+def decode_load(pb: inference_pb2.Load) -> m.Load:
+    return m.Load(pb.running, pb.waiting, pb.queued_prefill_tokens, pb.free_blocks, pb.total_blocks)
+
+
+def encode_limits(x: s.Limits) -> control_pb2.EngineLimits:
+    return control_pb2.EngineLimits(
+        max_num_seqs=x.max_num_seqs,
+        max_step_tokens=x.max_step_tokens,
+        max_model_len=x.max_model_len,
+        block_size=x.block_size,
+        total_blocks=x.total_blocks,
+        engine=x.engine,
+    )
+
+
+def decode_limits(pb: control_pb2.EngineLimits) -> s.Limits:
+    return s.Limits(pb.max_num_seqs, pb.max_step_tokens, pb.max_model_len, pb.block_size, pb.total_blocks, pb.engine)
+
+
+def decode_node(pb: control_pb2.Hello) -> s.Node:
+    labels: Mapping[str, str] = dict(pb.labels)
+    return s.Node(pb.node_id, pb.pool or "default", labels, decode_limits(pb.limits), pb.policy_schema)
+
+
+_ROLE = {m.Role.WORKER: control_pb2.ROLE_WORKER, m.Role.GATEWAY: control_pb2.ROLE_GATEWAY}
+_ROLE_BACK = {v: k for k, v in _ROLE.items()}
+
+
+def encode_hello(x: m.Hello) -> control_pb2.Hello:
+    """A node that holds no snapshot sends no `held`."""
+    return control_pb2.Hello(
+        node_id=x.node.node_id,
+        incarnation=x.incarnation,
+        role=_ROLE[x.role],
+        pool=x.node.pool,
+        labels=x.node.labels,
+        model=x.model,
+        build=x.build,
+        policy_schema=x.node.policy_schema,
+        limits=encode_limits(x.node.limits),
+        held=encode_identity(x.held) if x.held > s.Identity() else None,
+        address=x.address,
+        metrics_address=x.metrics_address,
+        pid=x.pid,
+    )
+
+
+def decode_hello(pb: control_pb2.Hello) -> m.Hello:
+    """InvalidRequest unless it says who it is: node, incarnation and a role that this build knows."""
+    missing = [name for name in ("node_id", "incarnation") if not getattr(pb, name)]
+    if pb.role not in _ROLE_BACK:
+        missing.append("role")
+    if missing:
+        raise InvalidRequest(f"Hello lacks {', '.join(missing)}")
+    return m.Hello(
+        node=decode_node(pb),
+        incarnation=pb.incarnation,
+        role=_ROLE_BACK[pb.role],
+        model=pb.model,
+        build=pb.build,
+        held=decode_identity(pb.held),
+        address=pb.address,
+        metrics_address=pb.metrics_address,
+        pid=pb.pid,
+    )
+
+
+def encode_report(x: m.Report) -> control_pb2.Report:
+    return control_pb2.Report(
+        sequence=x.sequence,
+        state=encode_state(x.state),
+        load=encode_load(x.load),
+        steps=x.steps,
+        counters=x.counters,
+        sketches=x.sketches,
+    )
+
+
+def decode_report(pb: control_pb2.Report) -> m.Report:
+    return m.Report(
+        pb.sequence, decode_state(pb.state), decode_load(pb.load), pb.steps, dict(pb.counters), dict(pb.sketches)
+    )
