@@ -160,11 +160,11 @@ class Serving:
             if len(prompt) <= LONG_TEXT:
                 return tokenizer.encode(prompt)
             return await asyncio.to_thread(tokenizer.encode, prompt)
-        chat = [(x.role, x.content) for x in prompt if isinstance(x, m.ChatMessage)]
+        chat = [x for x in prompt if isinstance(x, m.ChatMessage)]
         if not chat:
             return tuple(x for x in prompt if isinstance(x, int))
         try:
-            if sum(len(content) for _, content in chat) <= LONG_TEXT:
+            if sum(len(x.content) for x in chat) <= LONG_TEXT:
                 return tokenizer.encode_chat(chat)
             return await asyncio.to_thread(tokenizer.encode_chat, chat)
         except (ValueError, TypeError, KeyError) as e:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.worker.engines import TextStream
+from trimtab.messages import ChatMessage
 
 
 class HfTokenizer:
@@ -19,10 +20,10 @@ class HfTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """`messages` are (role, content) pairs; the model's chat template, with the answer's opening."""
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """The model's chat template over `messages`, with the answer's opening. What a template makes of a name is its own affair."""
         ids = self._tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in messages],
+            [{"role": x.role, "content": x.content, **({"name": x.name} if x.name else {})} for x in messages],
             tokenize=True,
             add_generation_prompt=True,
             return_dict=False,
@@ -69,8 +70,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        return self.encode("".join(f"{role}: {content}\n" for role, content in messages) + "assistant: ")
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        return self.encode("".join(f"{x.name or x.role}: {x.content}\n" for x in messages) + "assistant: ")
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
