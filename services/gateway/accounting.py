@@ -32,28 +32,10 @@ class Account:
         self._workload = workload
         self._metrics = metrics
         chat = bool(request.prompt) and isinstance(request.prompt[0], ChatMessage)
-        operation = "chat" if chat else "text_completion"
-        s = request.sampling
-        known = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "trimtab",
-            "gen_ai.request.model": request.model,
-            "gen_ai.request.max_tokens": s.max_tokens,
-            "gen_ai.request.temperature": s.temperature,
-            "gen_ai.request.top_p": s.top_p,
-            "gen_ai.request.top_k": s.top_k,
-            "gen_ai.request.seed": s.seed,
-            "gen_ai.request.stop_sequences": s.stop or None,
-            "gen_ai.response.id": request.request_id,
-            "gen_ai.conversation.id": request.session_id or None,
-            "trimtab.request_id": request.request_id,
-            "trimtab.workload": workload.value,
-        }
+        self._operation = "chat" if chat else "text_completion"
+        # Attributes are set at the end: nothing that can wait stands before the first token.
         self.span = telemetry.tracer().start_span(
-            f"{operation} {request.model}",
-            context=parent,
-            kind=SpanKind.SERVER,
-            attributes={k: v for k, v in known.items() if v is not None},
+            f"{self._operation} {request.model}", context=parent, kind=SpanKind.SERVER
         )
 
     @property
@@ -96,7 +78,7 @@ class Account:
         if ttft_s is not None:
             self.span.set_attribute("gen_ai.response.time_to_first_chunk", ttft_s)
             facts["ttft_ms"] = round(ttft_s * 1000.0, 1)
-        self.span.set_attribute("trimtab.outcome", outcome)
+        self.span.set_attributes(self._request_attributes() | {"trimtab.outcome": outcome})
         self.span.end()
         self._metrics.finished(
             self._workload.value, outcome, reason, tokens=self.tokens, ttft_s=ttft_s, total_s=total_s
@@ -116,6 +98,25 @@ class Account:
             attempts=self.attempts,
             **facts,
         )
+
+    def _request_attributes(self) -> dict[str, Any]:
+        r, s = self._request, self._request.sampling
+        known = {
+            "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": "trimtab",
+            "gen_ai.request.model": r.model,
+            "gen_ai.request.max_tokens": s.max_tokens,
+            "gen_ai.request.temperature": s.temperature,
+            "gen_ai.request.top_p": s.top_p,
+            "gen_ai.request.top_k": s.top_k,
+            "gen_ai.request.seed": s.seed,
+            "gen_ai.request.stop_sequences": s.stop or None,
+            "gen_ai.response.id": r.request_id,
+            "gen_ai.conversation.id": r.session_id or None,
+            "trimtab.request_id": r.request_id,
+            "trimtab.workload": self._workload.value,
+        }
+        return {k: v for k, v in known.items() if v is not None}
 
 
 def _verdict(error: BaseException | None, finish: Finish | None) -> tuple[str, str]:

@@ -202,8 +202,8 @@ class Endpoint:
                 if not self.retiring:
                     await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         finally:
-            self._down("closed")
             self.state = LinkState.CLOSED
+            self._down("closed")
             await self._channel.close()
 
     async def until_idle(self) -> None:

@@ -90,7 +90,7 @@ async def test_the_worker_gets_tenant_workload_id_time_and_trace_from_the_gatewa
     assert start.generate_request.workload == inference_pb2.WORKLOAD_REALTIME
     assert len(start.request_id) == 32
     assert start.generate_request.request_id == start.request_id
-    assert 4000 < start.timeout_ms <= 5000
+    assert 4000 < start.timeout_ms < 5100  # gRPC rounds a deadline up on its way
     assert start.traceparent.split("-")[1] == trace
     request, dispatch = sorted(spans.get_finished_spans(), key=lambda s: s.start_time)
     assert start.traceparent.split("-")[2] == f"{dispatch.context.span_id:016x}"

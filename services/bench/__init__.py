@@ -1,0 +1,1 @@
+"""Benches: load on a mesh that they start themselves, and a report that sets each figure beside its goal."""
