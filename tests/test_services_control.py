@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.control import MAX_PENDING, ControlLink
+from services.control.link import MAX_PENDING, ControlLink
 from tests.controlplane.mesh import PATIENCE_S, a_snapshot
 from trimtab import codec
 from trimtab.errors import PolicyRefused

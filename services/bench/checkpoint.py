@@ -48,7 +48,9 @@ class Checkpoint:
 
 
 def _compare(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    differing = [f"{k}: {found.get(k)!r} there, {wanted.get(k)!r} here" for k in wanted if found.get(k) != wanted.get(k)]
+    differing = [
+        f"{k}: {found.get(k)!r} there, {wanted.get(k)!r} here" for k in wanted if found.get(k) != wanted.get(k)
+    ]
     if differing:
         text = "\n".join(f"  {line}" for line in differing)
         raise BenchError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.bench.report import Goal
+from services.bench.goals import Goal
 from services.bench.stats import Bound, Estimate, bootstrap, median, quantile, spread
 
 ARMS = ("mesh", "worker", "bare", "http")
@@ -107,7 +107,7 @@ def arms(blocks: Sequence[Block], seed: int) -> list[dict[str, Any]]:
     found = []
     for concurrency in sorted({b.concurrency for b in blocks}):
         mine = at(blocks, concurrency)
-        found += [_arm(arm, concurrency, mine, seed) for arm in ARMS]
+        found += [_arm(arm, concurrency, mine, seed) for arm in ARMS if arm in mine[0].cells]
     return found
 
 
@@ -163,7 +163,7 @@ def goals(blocks: Sequence[Block], pairs: Sequence[Pair], seed: int) -> list[Goa
         estimate = ratio(mine, "mesh", seed) if mine else None
         name = f"tokens_per_s_ratio_to_bare_lower_at_{concurrency}"
         found.append(Goal.judged(name, RATIO_GOAL, Bound.AT_LEAST, estimate, show_low=True))
-    alone = at(blocks, 1)
+    alone = [b for b in at(blocks, 1) if "http" in b.cells]
     found += [
         Goal.judged(
             "added_ttft_p50_ms_at_1", ADDED_TTFT_GOAL_MS, Bound.AT_MOST, added_ttft(pairs, seed) if pairs else None

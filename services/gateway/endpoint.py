@@ -160,10 +160,10 @@ class Endpoint:
                     generate_request=request,
                     timeout_ms=timeout_ms,
                     traceparent=traceparent,
+                    window=WINDOW_TOKENS,
                 )
             )
         )
-        stream.grant(WINDOW_TOKENS)
         return stream
 
     def send(self, message: inference_pb2.AttachRequest) -> None:

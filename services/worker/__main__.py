@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import structlog
 import uvloop
 from prometheus_client import start_http_server
 
-from services.worker.control import PolicyKeeper
+from services.control import PolicyKeeper
 from services.worker.engines import Engine
 from services.worker.gate import Gate
 from services.worker.health import Health
@@ -80,6 +81,17 @@ class Worker:
     stopping: asyncio.Event
 
 
+def obedience(engine: Engine, gate: Gate) -> Callable[[Policy], Awaitable[int]]:
+    """A policy in force: in the engine first, which may refuse it, then in the queue before it."""
+
+    async def obey(policy: Policy) -> int:
+        applied = await engine.apply(policy)
+        gate.set_policy(policy)
+        return applied.step_no
+
+    return obey
+
+
 async def compose(s: WorkerSettings) -> Worker:
     """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
@@ -89,7 +101,7 @@ async def compose(s: WorkerSettings) -> Worker:
     node = node_of(s, engine)
     gate = Gate(Policy())
     state = process.state_dir(s.mesh)
-    keeper = PolicyKeeper(node, engine, gate, state / f"policy-{s.node_id}.json")
+    keeper = PolicyKeeper(node, obedience(engine, gate), state / f"policy-{s.node_id}.json")
     await keeper.start()
     metrics = WorkerMetrics(engine.model)
     serving = Serving(s.node_id, engine, gate, keeper, metrics)

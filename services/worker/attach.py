@@ -50,6 +50,8 @@ class Link:
         self._open: dict[str, _Open] = {}
         self._pieces: list[inference_pb2.Piece] = []
         self._wake = asyncio.Event()
+        # The first message goes at once: it tells the gateway that the link is up.
+        self._wake.set()
         self._closed = False
 
     async def read(self, requests: AsyncIterator[inference_pb2.AttachRequest]) -> None:
@@ -110,7 +112,7 @@ class Link:
                 self._send(self._piece(start.request_id, start.attempt, error))
                 return
             self._end(start.request_id, before.attempt)
-        entry = _Open(start.attempt)
+        entry = _Open(start.attempt, start.window)
         self._open[start.request_id] = entry
         entry.task = asyncio.create_task(self._serve(start, entry))
 

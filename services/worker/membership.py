@@ -6,8 +6,7 @@ import os
 import uuid
 from importlib.metadata import version
 
-from services.control import ControlLink
-from services.worker.control import PolicyKeeper
+from services.control import ControlLink, PolicyKeeper
 from services.worker.engines import Engine
 from services.worker.health import Health
 from services.worker.metrics import WorkerMetrics

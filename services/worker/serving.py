@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 from opentelemetry import trace
 
-from services.worker.control import PolicyKeeper
+from services.control import PolicyKeeper
 from services.worker.engines import Engine, Job, Stamps
 from services.worker.gate import Gate
 from services.worker.metrics import WorkerMetrics

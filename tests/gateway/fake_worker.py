@@ -202,7 +202,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
             self._heard_more.set()
             match message.WhichOneof("event"):
                 case "start":
-                    running = Running(self, link, message.start)
+                    running = Running(self, link, message.start, window=message.start.window)
                     self.running[message.start.request_id] = running
                     running.task = asyncio.create_task(self._run(running))
                 case "window":

@@ -51,6 +51,8 @@ class Mesh:
     env: dict[str, str]
     ports: dict[str, int] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    killed: int = 0
+    """Pid of the worker that a test killed."""
 
     def address(self, name: str) -> str:
         return f"127.0.0.1:{self.ports[name]}"

@@ -34,10 +34,10 @@ STOPS = ["\n\n", "is", " the", "3", "s "]
 def cases() -> list[dict[str, Any]]:
     """{"id", "text" | "chat", "max_tokens", "stop"}; all greedy. The stop strings of chats end most of them early."""
     found: list[dict[str, Any]] = [
-        {"id": f"text{i}", "text": t, "max_tokens": 40, "stop": []} for i, t in enumerate(TEXTS)
+        {"id": f"text{i}", "text": t, "max_tokens": 28, "stop": []} for i, t in enumerate(TEXTS)
     ]
-    found += [{"id": f"chat{i}", "chat": c, "max_tokens": 40, "stop": []} for i, c in enumerate(CHATS)]
+    found += [{"id": f"chat{i}", "chat": c, "max_tokens": 28, "stop": []} for i, c in enumerate(CHATS)]
     found += [
-        {"id": f"stop{i}", "text": TEXTS[i], "max_tokens": 40, "stop": [s, "zzz never"]} for i, s in enumerate(STOPS)
+        {"id": f"stop{i}", "text": TEXTS[i], "max_tokens": 28, "stop": [s, "zzz never"]} for i, s in enumerate(STOPS)
     ]
     return found

@@ -16,8 +16,8 @@ def engine_processes(mesh):
     return psutil.Process(mesh.processes["worker"].pid).children(recursive=True)
 
 
-def dead_boards():
-    return [p for p in Path("/dev/shm").glob("trimtab-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
+def boards_of(pid):
+    return list(Path("/dev/shm").glob(f"trimtab-{pid}-*"))
 
 
 async def test_the_control_planes_death_harms_no_stream_and_no_policy(mesh):
@@ -66,6 +66,7 @@ async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_sa
     async with Client(mesh.address("gateway")) as client:
         call, stream = await client.begin(a_request(max_tokens=200), 3)
         killed = time.monotonic()
+        mesh.killed = mesh.processes["worker"].pid
         mesh.kill("worker")
         with pytest.raises(grpc.aio.AioRpcError) as e:
             await follow(call, stream)
@@ -86,7 +87,7 @@ async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_sa
 async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh):
     mesh.start("worker")
     mesh.wait_serving("worker", 240)
-    assert not dead_boards(), "boards of dead workers are swept at a start"
+    assert not boards_of(mesh.killed), "the board of a killed worker is swept at the next start"
     async with asyncio.timeout(20):
         while True:
             _, fleet = mesh.trimtab("fleet")

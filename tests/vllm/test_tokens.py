@@ -70,7 +70,7 @@ async def test_token_ids_in_give_the_same_tokens_out(mesh, reference):
     request = pb.GenerateRequest()
     request.token_ids.ids.extend(expected["prompt"])
     request.sampling.temperature = 0
-    request.sampling.max_tokens = 40
+    request.sampling.max_tokens = 28
     async with Client(mesh.address("gateway")) as client:
         check(CASES["text0"], await client.run(request), expected)
 
@@ -83,7 +83,7 @@ async def test_a_stream_resumed_anywhere_gives_the_same_tokens_and_bytes(mesh, r
         whole = await client.run(as_request(CASES[name]))
         check(CASES[name], whole, expected)
         # What text each cut had delivered is what the first attempt sent by then.
-        for cut in (1, 3, 4, 6, 9, 13):
+        for cut in (1, 4, 9):
             if cut >= len(expected["tokens"]):
                 continue
             call, part = await client.begin(as_request(CASES[name]), cut)

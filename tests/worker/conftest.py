@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.worker.control import PolicyKeeper
+from services.control import PolicyKeeper
+from services.worker.__main__ import obedience
 from services.worker.engines.simulated import SimulatedEngine
 from services.worker.gate import Gate
 from services.worker.health import Health
@@ -51,7 +52,7 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     )
     await engine.start()
     gate = Gate(Policy())
-    keeper = PolicyKeeper(Node("w0", limits=engine.limits), engine, gate, path)
+    keeper = PolicyKeeper(Node("w0", limits=engine.limits), obedience(engine, gate), path)
     await keeper.start()
     metrics = WorkerMetrics("sim")
     serving = Serving("w0", engine, gate, keeper, metrics)

