@@ -14,7 +14,7 @@ from services.worker.engines import Applied, Job, Output, Stamps
 from services.worker.engines import board as boards
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_plugin import OWNER_ENV
-from trimtab.errors import EngineDead, InvalidRequest, Violation
+from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
 from trimtab.messages import Load, Sampling, StructureKind, TokenLogprobs, TopLogprob
 from trimtab.policy import Policy
 from trimtab.progress import Pulse
@@ -155,8 +155,8 @@ class VllmEngine:
             logprobs = tuple(
                 self._logprobs(token, row) for token, row in zip(completion.token_ids, completion.logprobs, strict=True)
             )
-        if completion.finish_reason == "abort":
-            raise EngineDead("the engine ended the request without being asked to")
+        if completion.finish_reason not in (None, "stop", "length"):
+            raise EngineFault(f"the engine ended the request by itself: {completion.finish_reason}")
         return Output(
             tuple(completion.token_ids), completion.finish_reason, logprobs, stamps, out.num_cached_tokens or 0
         )
