@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 PATIENCE_S = 5.0
 """What a process gets to end by itself; by then nothing runs in it that is worth waiting for."""
+LAST_WORDS_S = 1.0
 GONE_WITHIN_S = 5.0
 """Of a kill. Whatever is left then can't be ended by anybody."""
 FOREIGN = ("TRIMTAB_", "OTEL_", "GRPC_")
@@ -81,6 +82,8 @@ class Child:
             self.process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), patience_s)
+        # Python's resource tracker lives a moment longer, to remove its family's shared memory.
+        await asyncio.to_thread(psutil.wait_procs, list(self._family.values()), timeout=LAST_WORDS_S)
         self.kill()
         await self.process.wait()
         # A kill is carried out when the kernel gets to it; memory and ports are free only then.

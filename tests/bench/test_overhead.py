@@ -67,7 +67,7 @@ async def test_a_full_run_measures_every_arm_in_every_round(tmp_path: Path) -> N
 async def test_quick_says_what_it_leaves_out_and_decides_only_what_it_can(tmp_path: Path) -> None:
     fake = FakeParts()
     report = await overhead.run(options(tmp_path, quick=True), fake.parts())
-    assert Counter(fake.measured) == {(arm, c): 2 for arm in ("mesh", "worker", "bare") for c in (1, 32)}
+    assert Counter(fake.measured) == {(arm, 32): 2 for arm in ("mesh", "worker", "bare")}
     assert [g.name for g in report.goals if g.met is not None] == ["added_ttft_p50_ms_at_1"]
     assert any(note.startswith("--quick leaves out") for note in report.notes)
 
@@ -115,7 +115,7 @@ async def test_when_time_runs_out_the_rest_is_left_out(tmp_path: Path, monkeypat
     monkeypatch.setattr(overhead, "QUICK", replace(overhead.QUICK, budget_s=0.5))
     report = await overhead.run(options(tmp_path, quick=True), FakeParts(on_turn).parts())
     assert report.whole
-    assert [(a["concurrency"], a["rounds"]) for a in report.arms if a["arm"] == "mesh"] == [(1, 1)]
+    assert [(a["concurrency"], a["rounds"]) for a in report.arms if a["arm"] == "mesh"] == [(32, 1)]
     assert any(note.startswith("time ran out after 0.5 s") for note in report.notes)
 
 

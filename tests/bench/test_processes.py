@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.bench import processes as processes_module
 from services.bench.processes import BenchError, Processes
 
 FAMILY = """
@@ -33,7 +34,8 @@ async def up(processes: Processes, name: str, code: str) -> None:
     await child.ready(said, 10)
 
 
-async def test_everything_is_ended_with_its_descendants(tmp_path: Path) -> None:
+async def test_everything_is_ended_with_its_descendants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_module, "LAST_WORDS_S", 0.05)
     async with Processes(tmp_path) as processes:
         await up(processes, "one", FAMILY)
         family = psutil.Process(processes.children["one"].process.pid)
@@ -88,6 +90,6 @@ async def test_ctrl_c_ends_every_process_and_reports(tmp_path: Path) -> None:
         bench.send_signal(signal.SIGINT)
         out, err = await bench.communicate()
     assert bench.returncode == 130, err
-    assert b"interrupted; go on with: trimtab bench overhead" in out
+    assert b"interrupted; the same command with --resume" in out
     assert b"GOAL" in out
     assert not [p for p in family if p.is_running()]

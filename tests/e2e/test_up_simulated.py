@@ -170,7 +170,9 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
         family = mesh.family()
         mesh.process.kill()
         assert gone(family)
-    assert mesh.verb("fleet").returncode == 3, "a dead mesh's run.json counts for nothing"
+    # Nobody answers, or another mesh that happens to hold the default port.
+    shown = mesh.verb("fleet")
+    assert shown.returncode == 3 or str(tmp_path) not in shown.stdout, "a dead mesh's run.json counts for nothing"
     with up(env, "--no-prompt") as mesh:
         ready = mesh.until("ready")
         shown = mesh.verb("policy", "get", "--json")
