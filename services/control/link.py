@@ -52,7 +52,7 @@ class ControlLink:
         on_push: OnPush,
         on_fleet: OnFleet | None = None,
         on_command: OnCommand | None = None,
-        report_interval_s: float = 0.5,
+        report_interval_s: float = 0.8,
     ) -> None:
         if not addresses:
             raise ValueError("the control link needs at least one address")

@@ -22,12 +22,12 @@ from trimtab.progress import Progress, judge
 
 log = structlog.get_logger(__name__)
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.5
 SERVICES = ("", "trimtab.v1.InferenceService")
 
 
 class Health:
-    """Judges every 250 ms and publishes on the gRPC health service."""
+    """Judges every half second and publishes on the gRPC health service."""
 
     def __init__(self, engine: Engine, gate: Gate, draining: Callable[[], bool], on_death: Callable[[], None]) -> None:
         self._engine = engine
