@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.kit.config import setting
+from trimtab.kit.config import check, setting
 
 
 @dataclass(frozen=True)
@@ -16,3 +16,6 @@ class ControlSettings:
     forget_s: float = setting(300.0, "seconds after which a lost node is dropped from the fleet")
     log_level: str = setting("info", "debug, info, warning or error")
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
+
+    def __post_init__(self) -> None:
+        check(self, "control", addresses=("listen", "metrics"), names=("mesh",))

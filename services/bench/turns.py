@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError
 
 QUIET_POLL_S = 0.25
 QUIET_LIMIT_S = 5.0
-QUIET_SHARE = 0.1
+QUIET_SHARE = 0.25
 """Cores that our processes may use together and still count as idle. vLLM's workers spin for a second after their last step."""
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 8
 

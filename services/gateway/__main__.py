@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -28,6 +29,7 @@ from services.gateway.openai import OpenAiDoor
 from services.gateway.settings import GatewaySettings
 from trimtab.errors import Draining
 from trimtab.kit import config, process, rpc, telemetry
+from trimtab.kit.tasks import vital
 from trimtab.messages import Workload
 from trimtab.snapshot import Node
 
@@ -40,9 +42,10 @@ HEALTH_INTERVAL_S = 0.2
 class Gateway:
     """What one process is made of."""
 
-    def __init__(self, s: GatewaySettings) -> None:
+    def __init__(self, s: GatewaySettings, on_failure: Callable[[], None] = lambda: None) -> None:
         state = process.state_dir(s.mesh)
         self.settings = s
+        self._on_failure = on_failure
         self.metrics = GatewayMetrics()
         self.endpoints = Endpoints(
             s.node_id, s.workers, cache=state / f"fleet-{s.node_id}.binpb", on_dropped=self.metrics.dropped
@@ -58,7 +61,7 @@ class Gateway:
         )
         self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up)
         self.health = aio.HealthServicer()
-        self.grpc = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
         door = OpenAiDoor(self.dispatch, max_body_bytes=s.max_body_bytes)
         self.http = HttpServer(door.handle, s.http, max_body_bytes=s.max_body_bytes)
         self._background: list[asyncio.Task[None]] = []
@@ -87,8 +90,8 @@ class Gateway:
             self.metrics,
         )
         self._background = [
-            asyncio.create_task(self._publish_health(("", inference)), name="health"),
-            asyncio.create_task(self.admission.watch_readers(), name="stuck readers"),
+            vital(self._publish_health(("", inference)), "health", self._on_failure),
+            vital(self.admission.watch_readers(), "stuck readers", self._on_failure),
         ]
         if self.settings.control:
             link = ControlLink(
@@ -98,7 +101,8 @@ class Gateway:
                 on_push=self.keeper.on_push,
                 on_fleet=self.endpoints.on_fleet,
             )
-            self._background.append(asyncio.create_task(link.run(), name="control link"))
+            self.endpoints.control_connected = lambda: link.connected
+            self._background.append(vital(link.run(), "control link", self._on_failure))
         await self.grpc.start()
 
     async def drain(self) -> None:
@@ -130,19 +134,27 @@ class Gateway:
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
-async def serve(s: GatewaySettings) -> None:
-    """Until SIGTERM or SIGINT."""
+async def serve(s: GatewaySettings) -> int:
+    """Until SIGTERM or SIGINT, or until a part that it can't live without has failed; the exit code."""
     stopping = asyncio.Event()
+    failed = False
+
+    def fail() -> None:
+        nonlocal failed
+        failed = True
+        stopping.set()
+
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
-    gateway = Gateway(s)
+    gateway = Gateway(s, fail)
     await gateway.start()
     log.info("gateway ready", node=s.node_id, listen=s.listen, http=s.http)
     await stopping.wait()
     await gateway.drain()
     await gateway.stop()
     log.info("gateway stopped", node=s.node_id)
+    return int(failed)
 
 
 @click.command()
@@ -161,7 +173,7 @@ def main(config_file: str | None, **flags: Any) -> None:
     provider = telemetry.setup_tracing(f"gateway-{s.node_id}", process.state_dir(s.mesh))
     code = 0
     try:
-        uvloop.run(serve(s))
+        code = uvloop.run(serve(s))
     except rpc.PortTaken as e:
         click.echo(f"gateway {s.node_id}: {e}", err=True)
         code = EXIT_USAGE

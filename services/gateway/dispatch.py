@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -60,6 +61,7 @@ class Dispatch:
         self.admission = admission
         self.default_workload = default_workload
         self.deadline_s = deadline_s
+        self.starts = itertools.count(1)
 
     def generate(
         self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None, parent: Context | None = None
@@ -205,7 +207,9 @@ class Call:
         self._attempt_span = self._account.attempt(pick.node_id, pick.why)
         return endpoints.get(pick.node_id).open(
             self._pb,
-            self._account.attempts,
+            # Its own for every Start of this gateway, not for this request alone: a client may use an id again at once, and what
+            # the earlier request's worker still sends must not be taken for the later one's.
+            next(self._dispatch.starts),
             timeout_ms=max(1, int((self._deadline - time.monotonic()) * 1000.0)),
             traceparent=telemetry.traceparent(self._attempt_span),
         )

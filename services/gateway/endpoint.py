@@ -17,7 +17,7 @@ import grpc
 import structlog
 
 from trimtab import codec
-from trimtab.errors import EngineDead, TrimtabError
+from trimtab.errors import EngineDead, InvalidRequest, TrimtabError
 from trimtab.kit import rpc
 from trimtab.messages import Load, NodeState
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
@@ -31,6 +31,8 @@ BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OUTGOING_MESSAGES = 4096
 """More than this unsent means that the worker reads nothing: the link is dead."""
+ENVELOPE_BYTES = 64 << 10
+"""Room for what travels around a request: ids, trace, framing."""
 WINDOW_TOKENS = 256
 """What a reader may leave unread at the gateway before the worker holds his tokens back."""
 
@@ -149,6 +151,9 @@ class Endpoint:
         """Send a request. `timeout_ms` is what is left of its time."""
         if self.state is not LinkState.UP:
             raise EngineDead(f"the link to worker {self.node_id} is down: {self.why_down}")
+        if request.ByteSize() > rpc.MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+            # Sent, it would end the link, and with it every other stream there.
+            raise InvalidRequest(f"the request is larger than {rpc.MAX_MESSAGE_BYTES - ENVELOPE_BYTES} bytes")
         stream = Stream(self, request.request_id, attempt)
         self._streams[request.request_id] = stream
         self._idle.clear()

@@ -51,6 +51,9 @@ class Endpoints:
         self._leaving: dict[Key, asyncio.TimerHandle] = {}
         self._retirements: set[asyncio.Task[None]] = set()
         self._seen = b""
+        self._view = control_pb2.FleetView()
+        self.control_connected: Callable[[], bool] = lambda: True
+        """Whether the newest view is still kept up to date; while it is not, nobody leaves."""
 
     def start(self) -> None:
         for address in self._static:
@@ -65,7 +68,9 @@ class Endpoints:
     def on_fleet(self, view: control_pb2.FleetView) -> None:
         """Take the newest view."""
         self._follow(view)
-        self._store(view)
+        self._view = view
+        if not self._leaving:
+            self._store(view)
 
     def get(self, node_id: str) -> Endpoint:
         return next(e for e in self._members.values() if e.node_id == node_id)
@@ -125,7 +130,16 @@ class Endpoints:
             if key[0] in nodes:
                 self._retire(key)  # the same node has another incarnation
             elif key not in self._leaving:
-                self._leaving[key] = asyncio.get_running_loop().call_later(self._leave_grace_s, self._retire, key)
+                self._leaving[key] = asyncio.get_running_loop().call_later(self._leave_grace_s, self._leave, key)
+
+    def _leave(self, key: Key) -> None:
+        """Its time is over. A view that nobody has kept up to date since it came proves nothing: the next one decides."""
+        del self._leaving[key]
+        if not self.control_connected():
+            return
+        self._retire(key)
+        if not self._leaving:
+            self._store(self._view)
 
     def _join(self, key: Key, member: Endpoint) -> None:
         self._members[key] = member

@@ -13,6 +13,7 @@ from typing import Any
 from services.gateway.openai_body import UINT32, Body, integer, number, shown
 from services.gateway.openai_errors import refused
 from trimtab.messages import ChatMessage, Prompt, Request, Sampling, Structure, StructureKind, Workload
+from trimtab.validation import MAX_PROMPT_TOKENS
 
 UNUSED: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "store": False}
 TIERS = {"auto": None, "default": Workload.REALTIME, "priority": Workload.REALTIME, "flex": Workload.BATCH}
@@ -144,6 +145,8 @@ def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise refused("prompt", f"holds {len(value)} token ids, {MAX_PROMPT_TOKENS} at most")
         return tuple(integer("prompt", token, 0, UINT32) for token in value)
     raise refused("prompt", f"must be a string or a list of token ids, not {shown(value)}", code="invalid_type")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.kit.config import setting
+from trimtab.kit.config import check, setting
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,11 @@ class GatewaySettings:
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
 
     def __post_init__(self) -> None:
+        check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))
+        if min(self.realtime_deadline_s, self.batch_deadline_s) <= 0:
+            raise ValueError("gateway realtime_deadline_s and batch_deadline_s must be above 0")
+        # A body becomes a message on a link that many streams share (kit/rpc.py), and must fit there.
+        if not 1 <= self.max_body_bytes <= 12 << 20:
+            raise ValueError(f"gateway max_body_bytes must be between 1 and {12 << 20}, not {self.max_body_bytes}")
         if self.default_workload not in ("realtime", "batch"):
             raise ValueError(f"gateway default_workload must be realtime or batch, not {self.default_workload!r}")

@@ -28,6 +28,7 @@ from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
 from trimtab.errors import EngineDead
 from trimtab.kit import config, process, rpc, telemetry
+from trimtab.kit.tasks import vital
 from trimtab.messages import NodeState
 from trimtab.policy import Policy
 
@@ -106,7 +107,7 @@ async def compose(s: WorkerSettings) -> Worker:
     metrics = WorkerMetrics(engine.model)
     serving = Serving(s.node_id, engine, gate, keeper, metrics)
     stopping = asyncio.Event()
-    health = Health(engine, gate, lambda: serving.draining, stopping.set)
+    health = Health(engine, lambda: serving.draining, stopping.set)
     metrics.watch(
         lambda: serving.load,
         engine.limits,
@@ -121,7 +122,7 @@ async def compose(s: WorkerSettings) -> Worker:
 
 
 async def serve(s: WorkerSettings) -> int:
-    """Until SIGTERM or the engine's death; the exit code."""
+    """Until SIGTERM, the engine's death, or the failure of a part that it can't live without; the exit code."""
     w = await compose(s)
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -133,10 +134,14 @@ async def serve(s: WorkerSettings) -> int:
         await w.engine.stop()
         raise rpc.PortTaken(rpc.port_taken(s.metrics)) from e
     await w.server.start()
-    background = [
-        asyncio.create_task(w.health.run(), name="health"),
-        asyncio.create_task(w.membership.run(), name="control link"),
-    ]
+    failed = False
+
+    def fail() -> None:
+        nonlocal failed
+        failed = True
+        w.stopping.set()
+
+    background = [vital(w.health.run(), "health", fail), vital(w.membership.run(), "control link", fail)]
     log.info("worker ready", node=s.node_id, listen=s.listen, engine=w.engine.limits.engine, model=w.engine.model)
     await w.stopping.wait()
     if w.engine.dead:
@@ -152,7 +157,7 @@ async def serve(s: WorkerSettings) -> int:
     await w.engine.stop()
     httpd.shutdown()
     log.info("worker stopped", node=s.node_id)
-    return EXIT_ENGINE_DEAD if dead else 0
+    return EXIT_ENGINE_DEAD if dead else int(failed)
 
 
 async def drain(w: Worker) -> None:

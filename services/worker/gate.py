@@ -90,7 +90,14 @@ class Gate:
             self._waiting[ticket.workload] -= 1
             self._waiting_tokens -= ticket.prompt_tokens
             ticket.admitted.cancel()
+            self._sweep()
         self._hand_over()
+
+    def _sweep(self) -> None:
+        """Drop the entries of those who left, once they are the most: behind a steady stream of others they would never come up."""
+        if len(self._heap) > 2 * self.waiting + 64:
+            self._heap = [entry for entry in self._heap if not entry[2].left]
+            heapq.heapify(self._heap)
 
     def set_policy(self, policy: Policy) -> None:
         """New bounds act at once; nobody who waits already is sent away."""

@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio
 
 from services.worker.engines import Engine
-from services.worker.gate import Gate
 from trimtab.messages import NodeState
 from trimtab.progress import Progress, judge
 
@@ -29,9 +28,8 @@ SERVICES = ("", "trimtab.v1.InferenceService")
 class Health:
     """Judges every half second and publishes on the gRPC health service."""
 
-    def __init__(self, engine: Engine, gate: Gate, draining: Callable[[], bool], on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, draining: Callable[[], bool], on_death: Callable[[], None]) -> None:
         self._engine = engine
-        self._gate = gate
         self._draining = draining
         self._on_death = on_death
         self._work_since = 0.0
@@ -40,7 +38,8 @@ class Health:
 
     def judge(self, now: float) -> NodeState:
         """The state at `now`, seconds of time.monotonic()."""
-        busy = self._gate.handed > 0
+        # What the engine owes, not what readers have left unread: a slow reader is no stuck engine.
+        busy = self._engine.owes() > 0
         if not busy:
             self._work_since = 0.0
         elif not self._work_since:

@@ -19,7 +19,7 @@ import structlog
 from opentelemetry import trace
 
 from services.control import PolicyKeeper
-from services.worker.engines import Engine, Job, Stamps
+from services.worker.engines import ChatRefused, Engine, Job, Stamps
 from services.worker.gate import Gate
 from services.worker.metrics import WorkerMetrics
 from services.worker.text import TextAssembler
@@ -167,8 +167,7 @@ class Serving:
             if sum(len(x.content) for x in chat) <= LONG_TEXT:
                 return tokenizer.encode_chat(chat)
             return await asyncio.to_thread(tokenizer.encode_chat, chat)
-        except (ValueError, TypeError, KeyError) as e:
-            # Templates raise their own complaints, such as roles out of order.
+        except ChatRefused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}") from e
 
     def _job(self, request: m.Request, prompt: tuple[int, ...]) -> tuple[Job, TextAssembler]:
@@ -189,8 +188,8 @@ class Serving:
             if not resumable(s):
                 raise ResumeRefused("this request can't be continued exactly elsewhere")
             delivered = resume.token_ids
-            if len(delivered) >= budget:
-                raise ResumeRefused(f"all {budget} tokens are delivered already")
+            if len(delivered) > budget:
+                raise ResumeRefused(f"{len(delivered)} tokens are delivered, of {budget} at most")
             if s.seed is not None:
                 s = replace(s, seed=resumed_seed(s.seed, len(delivered)))
         # Two attempts of one request may overlap for a moment; the engine must never confuse them.
@@ -211,7 +210,9 @@ class Serving:
         index, skip = job.delivered, 0
         if request.resume is not None:
             # What the first worker sent is produced again, silently; text goes on at the byte where it stopped.
-            replayed = text.push(request.resume.token_ids)
+            delivered = request.resume.token_ids
+            ends = delivered and delivered[-1] in self._stop_tokens(request.sampling)
+            replayed = text.push(delivered, silent_last=bool(ends) and not request.sampling.include_stop)
             raw = replayed.text.encode()
             if len(raw) < request.resume.text_bytes:
                 raise ResumeRefused("the delivered text is longer than the delivered tokens give here")
@@ -219,6 +220,14 @@ class Serving:
             if rest:
                 yield m.Delta(index, (), rest)
             skip = job.delivered
+            already = self._ended_already(request, job, replayed.stop)
+            if already is not None:
+                # The cut came between the last token and the Finish: there is nothing left to generate.
+                if replayed.stop is None and (held := text.flush()):
+                    yield m.Delta(index, (), held)
+                usage = m.Usage(progress.prompt_tokens, index, 0)
+                yield m.Finish(already, usage, m.Timings(), replayed.stop or "")
+                return
         prompt_tokens = progress.prompt_tokens
         async with aclosing(self._engine.generate(job)) as outputs:
             async for out in outputs:
@@ -237,6 +246,18 @@ class Serving:
                     usage = m.Usage(prompt_tokens, index, out.cached_prompt_tokens)
                     yield m.Finish(reason, usage, timings(arrival, out.stamps), piece.stop or "")
                     return
+
+    def _stop_tokens(self, s: m.Sampling) -> frozenset[int]:
+        """Tokens that end this output by themselves."""
+        return frozenset(s.stop_token_ids) | (frozenset() if s.ignore_eos else self._engine.eos_token_ids)
+
+    def _ended_already(self, request: m.Request, job: Job, stop: str | None) -> m.FinishReason | None:
+        """Whether what was delivered was the whole output, and how it ended."""
+        delivered = job.token_ids[len(job.token_ids) - job.delivered :]
+        past_min = job.delivered > (request.sampling.min_tokens or 0)
+        if stop is not None or (past_min and delivered and delivered[-1] in self._stop_tokens(request.sampling)):
+            return m.FinishReason.STOP
+        return m.FinishReason.LENGTH if job.max_tokens < 1 else None
 
     def _account(
         self, request: m.Request, span: trace.Span, progress: Progress, arrival: float, outcome: str, reason: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.kit.config import setting
+from trimtab.kit.config import check, setting
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class WorkerSettings:
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
 
     def __post_init__(self) -> None:
+        check(self, "worker", addresses=("listen", "metrics", "control"), names=("node_id", "mesh"))
         if self.engine not in ("vllm", "simulated"):
             raise ValueError(f"worker engine must be vllm or simulated, not {self.engine!r}")
         if self.max_num_seqs < 1 or self.max_step_tokens < self.max_num_seqs:

@@ -54,7 +54,7 @@ def test_the_json_has_arms_and_goals() -> None:
 def test_the_text_has_the_goal_beside_its_figure() -> None:
     text = a_report(a_goal(False), notes=["noisy"]).text()
     line = next(line for line in text.splitlines() if line.startswith("speed"))
-    assert line.split() == ["speed", "≥", "0.93", "0.95", "NO", "0.97", "[0.95,", "0.99]", "n=6"]
+    assert line.split() == ["speed", "≥", "0.93", "0.95", "NO", "6", "0.97", "[0.95,", "0.99]"]
     assert "a machine" in text
     assert "note: noisy" in text
 

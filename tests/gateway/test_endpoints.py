@@ -103,6 +103,26 @@ async def test_a_short_absence_from_the_view_changes_nothing(start_worker):
         assert sum(e.WhichOneof("event") == "hello" for e in worker.heard) == 1
 
 
+async def test_a_control_plane_that_goes_away_again_empties_nothing(start_worker, tmp_path):
+    """Restarted, it shows an empty view; lost again before its nodes are back, it proves nothing by it."""
+    worker = await start_worker()
+    cache = tmp_path / "fleet.binpb"
+    async with some_endpoints(cache=cache, leave_grace_s=0.05) as endpoints:
+        endpoints.on_fleet(a_view(worker))
+        await until(lambda: endpoints.can_serve)
+        kept = cache.read_bytes()
+        endpoints.on_fleet(a_view())
+        assert cache.read_bytes() == kept
+        endpoints.control_connected = lambda: False
+        await asyncio.sleep(0.15)
+        assert endpoints.can_serve
+        assert cache.read_bytes() == kept
+        endpoints.control_connected = lambda: True
+        endpoints.on_fleet(a_view())
+        await until(lambda: not endpoints.states())
+        assert cache.read_bytes() != kept
+
+
 async def test_a_new_incarnation_takes_the_place_of_the_old_at_once(start_worker):
     worker = await start_worker()
     async with some_endpoints() as endpoints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 
@@ -10,7 +11,7 @@ import pytest
 from tests.gateway.builders import a_request, read, until
 from tests.gateway.fake_worker import Running, hang, hello_world
 from trimtab import messages as m
-from trimtab.errors import Draining, EngineDead, Internal, QueueFull, SlowReader, StreamCut
+from trimtab.errors import Draining, EngineDead, Internal, Outcome, QueueFull, SlowReader, StreamCut, TrimtabError
 
 
 async def two_tokens_then_hang(r: Running) -> None:
@@ -130,6 +131,57 @@ async def test_pieces_of_an_older_attempt_are_dropped_and_counted(first_then_oth
     text, _ = await client_of(gateway).complete(a_request())
     assert text == "Hello world!"
     assert b"trimtab_gateway_dropped_pieces_total 2.0" in gateway.metrics.text()
+
+
+async def test_an_id_used_again_never_hears_the_request_before(start_worker, start_gateway, client_of):
+    """The id is the client's; what its first request's worker still says must not reach its second."""
+    earlier: list[Running] = []
+
+    async def first_hangs_second_hears_it(r: Running) -> None:
+        r.accept()
+        if not earlier:
+            earlier.append(r)
+            r.token("A")
+            await hang(r)
+        earlier[0].event(m.Delta(0, (9,), "of the request before"))
+        await r.tokens(("B", "C"))
+        r.finish()
+
+    worker = await start_worker(script=first_hangs_second_hears_it)
+    gateway = await start_gateway(worker)
+    client = client_of(gateway)
+    async with aclosing(client.generate(a_request(request_id="same"))) as events:
+        async for event in events:
+            if isinstance(event, m.Delta):
+                break
+    await worker.hears("cancel")
+    text, _ = await client.complete(a_request(request_id="same"))
+    assert text == "BC"
+
+
+async def test_a_request_too_large_for_a_link_harms_nobody_else(start_worker, start_gateway, client_of):
+    go_on = asyncio.Event()
+
+    async def waits(r: Running) -> None:
+        r.accept()
+        r.token("Hello")
+        await go_on.wait()
+        r.token(" world!")
+        r.finish()
+
+    worker = await start_worker(script=waits)
+    gateway = await start_gateway(worker)
+    client = client_of(gateway)
+    async with aclosing(client.generate(a_request())) as events:
+        assert isinstance(await anext(events), m.Accepted)
+        for prompt in ("a" * (16 << 20), "a" * ((4 << 20) + 1), tuple([1] * 300_000)):
+            with pytest.raises(TrimtabError) as caught:
+                await client.complete(a_request(prompt=prompt))
+            assert caught.value.outcome is not Outcome.ENGINE_FAULT
+        go_on.set()
+        rest = [e async for e in events]
+    assert "".join(e.text for e in rest if isinstance(e, m.Delta)) == "Hello world!"
+    assert worker.count("start") == 1
 
 
 async def test_a_missing_or_doubled_index_never_reaches_the_client(start_worker, start_gateway, client_of):

@@ -56,7 +56,7 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     await keeper.start()
     metrics = WorkerMetrics("sim")
     serving = Serving("w0", engine, gate, keeper, metrics)
-    health = Health(engine, gate, lambda: serving.draining, lambda: None)
+    health = Health(engine, lambda: serving.draining, lambda: None)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         InferenceServicer(serving, gate, lambda: engine.pulse().step_no, 4096), server

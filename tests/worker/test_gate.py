@@ -100,3 +100,14 @@ async def test_raising_the_running_set_admits_at_once_and_lowering_sends_nobody_
     assert all(t.admitted.done() for t in tickets)
     gate.set_policy(a_policy(active=1))
     assert gate.handed == 3
+
+
+async def test_those_who_left_do_not_pile_up_behind_others_who_wait():
+    gate = Gate(a_policy(realtime=10, batch=10))
+    gate.enter(RT, 1)
+    for _ in range(5):
+        gate.enter(RT, 1)
+    for _ in range(2000):
+        gate.leave(gate.enter(BATCH, 1)[0])
+    assert len(gate._heap) < 200
+    assert gate.waiting == 5

@@ -175,6 +175,31 @@ async def test_a_resumed_stream_goes_on_at_the_next_token_and_byte(rig, cut):
     assert delivered_text + rest_text == text
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: s.stop.append("rudder"), pb.FINISH_REASON_STOP),
+        (lambda s: setattr(s, "ignore_eos", False), pb.FINISH_REASON_STOP),
+        (lambda s: setattr(s, "max_tokens", 5), pb.FINISH_REASON_LENGTH),
+    ],
+    ids=["stop string", "end of sequence", "length"],
+)
+async def test_a_stream_cut_between_its_last_token_and_its_finish_only_finishes(rig, change, reason):
+    request = a_request("q", max_tokens=400)
+    change(request.sampling)
+    accepted, tokens, text, whole = await collect(rig.stub.Generate(request))
+    assert whole.reason == reason
+    steps = rig.engine.pulse().step_no
+    request.resume.CopyFrom(
+        pb.Resume(token_ids=tokens, text_bytes=len(text.encode()), attempt=2, prompt_digest=accepted.prompt_digest)
+    )
+    events = [r async for r in rig.stub.Generate(request)]
+    assert [r.WhichOneof("event") for r in events] == ["accepted", "finish"]
+    assert (events[1].finish.reason, events[1].finish.stop) == (reason, whole.stop)
+    assert events[1].finish.usage.completion_tokens == len(tokens)
+    assert rig.engine.pulse().step_no == steps
+
+
 async def test_a_resume_of_another_prompt_is_refused(rig):
     request = a_request("q")
     request.resume.CopyFrom(pb.Resume(token_ids=[1], attempt=2, prompt_digest=b"x" * 32))

@@ -30,6 +30,16 @@ async def test_states_follow_progress(rig):
     call.cancel()
 
 
+async def test_a_client_that_reads_nothing_is_no_stuck_engine(rig):
+    call = rig.stub.Generate(a_request(max_tokens=200))
+    await call.read()
+    async with asyncio.timeout(10):
+        while rig.engine.owes():
+            await asyncio.sleep(0.01)
+    assert rig.health.judge(1e9) is NodeState.SERVING
+    call.cancel()
+
+
 async def test_the_health_service_says_what_was_judged(rig):
     assert rig.health.state is NodeState.STARTING
     task = asyncio.create_task(rig.health.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from trimtab import messages as m
+from trimtab import validation
 from trimtab.errors import InvalidRequest
 from trimtab.v1 import inference_pb2
 
@@ -98,6 +99,7 @@ def decode_request(pb: inference_pb2.GenerateRequest) -> m.Request:
         case "chat":
             prompt = tuple(m.ChatMessage(c.role, c.content, c.name) for c in pb.chat.messages)
         case "token_ids":
+            validation.check_prompt_length(len(pb.token_ids.ids))
             prompt = tuple(pb.token_ids.ids)
         case _:
             raise InvalidRequest("the request has no prompt: set text, chat or token_ids")

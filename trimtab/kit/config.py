@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
@@ -34,6 +35,39 @@ class ConfigError(Exception):
 def setting(default: Any, help: str) -> Any:
     """A dataclass field with its help text."""
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """`host:port` in parts; ValueError says what it should look like."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit() and int(port) <= 65_535):
+        raise ValueError(f"must be host:port, such as 127.0.0.1:7070, not {address!r}")
+    return host, int(port)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def check(settings: Any, section: str, *, addresses: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> None:
+    """What every process's settings share: ValueError with each fault. `names` become file names; `addresses` may be tuples."""
+    faults: list[str] = []
+    for key in addresses:
+        value = getattr(settings, key)
+        for address in value if isinstance(value, tuple) else (value,):
+            try:
+                host_port(address)
+            except ValueError as e:
+                faults.append(f"{section} {key} {e}")
+    faults += [
+        f"{section} {key} must be letters, digits, dots, dashes or underscores, not {getattr(settings, key)!r}"
+        for key in names
+        if not _NAME.fullmatch(getattr(settings, key))
+    ]
+    if settings.log_level not in LOG_LEVELS:
+        faults.append(f"{section} log_level must be one of {', '.join(LOG_LEVELS)}, not {settings.log_level!r}")
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def find_file(explicit: str | None) -> Path | None:
@@ -153,7 +187,7 @@ def load(
     try:
         built = cls(**found)
     except ValueError as e:
-        raise ConfigError([*faults, str(e)]) from e
+        raise ConfigError([*faults, *str(e).splitlines()]) from e
     if faults:
         raise ConfigError(faults)
     return built

@@ -18,7 +18,10 @@ from trimtab.errors import BY_REASON, EngineFault, Internal, Outcome, TrimtabErr
 
 DOMAIN = "trimtab"
 MAX_MESSAGE_BYTES = 16 << 20
-"""A 128K-token prompt is under 1 MiB as ids or text; 16 MiB leaves room for chats with long histories."""
+"""Between our own processes."""
+MAX_REQUEST_BYTES = 4 << 20
+"""From a client. A 128K-token prompt is under 1 MiB as ids or text. Well below MAX_MESSAGE_BYTES, since a request travels inside a larger
+message on a link that many streams share: one that did not fit there would cut them all."""
 MAX_METADATA_BYTES = 16 << 10
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -32,6 +35,10 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+CLIENT_DOOR_OPTIONS = [
+    (name, MAX_REQUEST_BYTES if name == "grpc.max_receive_message_length" else value) for name, value in SERVER_OPTIONS
+]
+"""For a server whose callers are clients."""
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

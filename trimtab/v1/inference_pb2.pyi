@@ -806,6 +806,7 @@ class Start(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
+    """Grows with every Start of a gateway, so that a later one with the same id is never confused with it."""
     timeout_ms: _builtins.int
     """Milliseconds left when it was sent; 0 means none was set. The worker re-arms it."""
     traceparent: _builtins.str

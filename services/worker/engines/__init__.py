@@ -55,6 +55,10 @@ class Applied:
     step_no: int
 
 
+class ChatRefused(Exception):
+    """The model's chat template does not take these messages, such as roles out of order; the message is the template's own."""
+
+
 class TextStream(Protocol):
     """Turns output tokens to text as they come; whole characters only."""
 
@@ -82,6 +86,9 @@ class Engine(Protocol):
     def limits(self) -> Limits: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an output by themselves."""
 
     async def start(self) -> None:
         """Ready to serve on return; raises EngineDead when it can't."""
@@ -97,6 +104,9 @@ class Engine(Protocol):
 
     def load(self) -> Load:
         """Now, from the engine's own counters; cheap enough for every step."""
+
+    def owes(self) -> int:
+        """Requests whose end the engine has not told yet, whoever reads what it has told."""
 
     def pulse(self) -> Pulse:
         """The newest step's announcement; never waits for the engine."""

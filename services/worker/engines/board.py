@@ -6,6 +6,7 @@ half a row. Reading costs microseconds and works while the engine is stuck, whic
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import psutil
 
-_ROW = struct.Struct("<QQddQIIQIIQQQ")
+_ROW = struct.Struct("<QddQIIQIIQQQ")
 _SEQ = struct.Struct("<Q")
 SIZE = 4096
+READ_TRIES = 100
+"""A write takes about a microsecond; a reader that meets one so often meets a writer that does not go on."""
 
 
 @dataclass(slots=True)
@@ -45,7 +48,9 @@ def create() -> Path:
     for old in (directory or Path(tempfile.gettempdir())).glob("trimtab-*-*"):
         pid = old.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            old.unlink(missing_ok=True)
+            # Another user's is not ours to remove.
+            with contextlib.suppress(OSError):
+                old.unlink()
     fd, name = tempfile.mkstemp(prefix=f"trimtab-{os.getpid()}-", dir=directory)
     os.write(fd, bytes(SIZE))
     os.close(fd)
@@ -58,24 +63,30 @@ class Board:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as f:
             self._map = mmap.mmap(f.fileno(), SIZE)
+        self._last = Row()
 
     def write(self, row: Row) -> None:
         (seq,) = _SEQ.unpack_from(self._map, 0)
         _SEQ.pack_into(self._map, 0, seq + 1)
+        # Apart from the sequence number: packing clears all that it covers first, and a cleared number would look like a whole row.
         _ROW.pack_into(
-            self._map, 0,
-            seq + 1, row.step_no, row.begun, row.predicted_ms, row.ended, row.running, row.waiting, row.queued_prefill_tokens,
+            self._map, _SEQ.size,
+            row.step_no, row.begun, row.predicted_ms, row.ended, row.running, row.waiting, row.queued_prefill_tokens,
             row.free_blocks, row.total_blocks, row.output_tokens, row.computed_tokens, row.preemptions,
         )  # fmt: skip
         _SEQ.pack_into(self._map, 0, seq + 2)
 
     def read(self) -> Row:
-        """The newest whole row."""
-        while True:
-            values = _ROW.unpack_from(self._map, 0)
+        """The newest whole row. A writer that was stopped or killed in the middle of one leaves the row before it."""
+        for _ in range(READ_TRIES):
+            (before,) = _SEQ.unpack_from(self._map, 0)
+            values = _ROW.unpack_from(self._map, _SEQ.size)
             (after,) = _SEQ.unpack_from(self._map, 0)
-            if values[0] % 2 == 0 and after == values[0]:
-                return Row(*values[1:])
+            if before % 2 == 0 and after == before:
+                if before:
+                    self._last = Row(*values)
+                break
+        return self._last
 
     def close(self) -> None:
         self._map.close()

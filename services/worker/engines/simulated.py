@@ -51,6 +51,7 @@ class SimulatedEngine:
     ) -> None:
         self.model = model
         self.tokenizer = ByteTokenizer()
+        self.eos_token_ids = frozenset({ByteTokenizer.EOS})
         blocks = max(4096, 4 * max_model_len // 16)
         self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, 16, blocks, "simulated")
         self._value = EngineValue(Costs(step_ms, token_us), 16, blocks)
@@ -106,6 +107,10 @@ class SimulatedEngine:
 
     def load(self) -> Load:
         return self._value.load()
+
+    def owes(self) -> int:
+        load = self._value.load()
+        return load.running + load.waiting
 
     def pulse(self) -> Pulse:
         return self._pulse

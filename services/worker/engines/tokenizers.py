@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.worker.engines import TextStream
+from services.worker.engines import ChatRefused, TextStream
 from trimtab.messages import ChatMessage
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE spells each byte as one printable character (GPT-2's alphabet); this is the way back."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class HfTokenizer:
@@ -16,22 +28,38 @@ class HfTokenizer:
         self._tokenizer = tokenizer
         self._fast = getattr(tokenizer, "_tokenizer", None)
         self.vocab_size = vocab_size
+        self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+        self._special = frozenset(tokenizer.all_special_ids)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """The model's chat template over `messages`, with the answer's opening. What a template makes of a name is its own affair."""
-        ids = self._tokenizer.apply_chat_template(
-            [{"role": x.role, "content": x.content, **({"name": x.name} if x.name else {})} for x in messages],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        from jinja2 import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [{"role": x.role, "content": x.content, **({"name": x.name} if x.name else {})} for x in messages],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as e:
+            raise ChatRefused(str(e)) from e
         return tuple(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return str(self._tokenizer.decode([token_id])).encode()
+        """The token's own bytes, also where they are a part of a character."""
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if (hexed := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(hexed[1], 16)])
+        if self._byte_level and token_id not in self._special:
+            try:
+                return bytes(_BYTE_OF[c] for c in token)
+            except KeyError:
+                pass  # an added token, spelled in plain characters
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
     def text_stream(self, prompt: tuple[int, ...], *, skip_special: bool) -> TextStream:
         if self._fast is None:

@@ -62,6 +62,7 @@ class VllmEngine:
     ) -> None:
         self.model = model
         self.limits = Limits()
+        self.eos_token_ids: frozenset[int] = frozenset()
         self._path = model_path
         self._args = {
             "max_num_seqs": max_num_seqs,
@@ -117,6 +118,9 @@ class VllmEngine:
         )
         # The model's own sampling defaults (generation_config.json), as vLLM's servers use them.
         self._defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
+        ends = config.try_get_generation_config().get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        self.eos_token_ids = frozenset(int(x) for x in (*ends, self._llm.renderer.get_eos_token_id()) if x is not None)
         self.tokenizer = HfTokenizer(self._llm.renderer.tokenizer, config.get_vocab_size())
 
     def check(self, job: Job) -> None:
@@ -133,7 +137,7 @@ class VllmEngine:
         )
         try:
             async for out in stream:
-                yield self._output(out)
+                yield self._output(out, job.sampling.logprobs or 0)
         except EngineDeadError as e:
             raise EngineDead("the engine process is gone") from e
         except (VLLMValidationError, ValueError) as e:
@@ -146,14 +150,15 @@ class VllmEngine:
         finally:
             await stream.aclose()
 
-    def _output(self, out: Any) -> Output:
+    def _output(self, out: Any, logprobs_wanted: int) -> Output:
         completion = out.outputs[0]
         m = out.metrics
         stamps = Stamps(m.scheduled_ts, m.first_token_ts, m.last_token_ts, m.num_preemptions) if m else Stamps()
         logprobs: tuple[TokenLogprobs, ...] = ()
         if completion.logprobs:
             logprobs = tuple(
-                self._logprobs(token, row) for token, row in zip(completion.token_ids, completion.logprobs, strict=True)
+                self._logprobs(token, row, logprobs_wanted)
+                for token, row in zip(completion.token_ids, completion.logprobs, strict=True)
             )
         if completion.finish_reason not in (None, "stop", "length"):
             raise EngineFault(f"the engine ended the request by itself: {completion.finish_reason}")
@@ -161,9 +166,10 @@ class VllmEngine:
             tuple(completion.token_ids), completion.finish_reason, logprobs, stamps, out.num_cached_tokens or 0
         )
 
-    def _logprobs(self, token: int, row: Any) -> TokenLogprobs:
+    def _logprobs(self, token: int, row: Any, wanted: int) -> TokenLogprobs:
         ranked = sorted(row.items(), key=lambda item: item[1].rank if item[1].rank is not None else 1 << 30)
-        top = tuple(TopLogprob(t, x.logprob, self.tokenizer.token_bytes(t)) for t, x in ranked)
+        # vLLM adds the sampled token to the row where it is not among the best.
+        top = tuple(TopLogprob(t, x.logprob, self.tokenizer.token_bytes(t)) for t, x in ranked[:wanted])
         return TokenLogprobs(row[token].logprob, self.tokenizer.token_bytes(token), top)
 
     def _params(self, job: Job) -> SamplingParams:
@@ -209,6 +215,9 @@ class VllmEngine:
     def load(self) -> Load:
         row = self._board.read()
         return Load(row.running, row.waiting, row.queued_prefill_tokens, row.free_blocks, row.total_blocks)
+
+    def owes(self) -> int:
+        return int(self._llm.get_num_unfinished_requests())
 
     def row(self) -> boards.Row:
         """The whole board, for metrics and tests."""
