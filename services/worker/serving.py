@@ -213,18 +213,18 @@ class Serving:
             delivered = request.resume.token_ids
             ends = delivered and delivered[-1] in self._stop_tokens(request.sampling)
             replayed = text.push(delivered, silent_last=bool(ends) and not request.sampling.include_stop)
-            raw = replayed.text.encode()
+            already = self._ended_already(request, job, replayed.stop)
+            # At an end, what was held back for a stop string that did not come has gone out too.
+            produced = replayed.text + (text.flush() if already is not None and replayed.stop is None else "")
+            raw = produced.encode()
             if len(raw) < request.resume.text_bytes:
                 raise ResumeRefused("the delivered text is longer than the delivered tokens give here")
             rest = raw[request.resume.text_bytes :].decode("utf-8", "replace")
             if rest:
                 yield m.Delta(index, (), rest)
             skip = job.delivered
-            already = self._ended_already(request, job, replayed.stop)
             if already is not None:
                 # The cut came between the last token and the Finish: there is nothing left to generate.
-                if replayed.stop is None and (held := text.flush()):
-                    yield m.Delta(index, (), held)
                 usage = m.Usage(progress.prompt_tokens, index, 0)
                 yield m.Finish(already, usage, m.Timings(), replayed.stop or "")
                 return

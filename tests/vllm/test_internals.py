@@ -108,3 +108,16 @@ def test_the_plug_in_is_installed_as_vllm_finds_it():
 
     found = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
     assert found["trimtab"] == "services.worker.engines.vllm_plugin:register"
+
+
+def test_our_stat_logger_takes_the_place_of_vllms_own():
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    from services.worker.engines.vllm_stats import Quiet
+
+    mine = {name for name in vars(Quiet) if not name.startswith("__")}
+    theirs = {n for n, f in vars(PrometheusStatLogger).items() if inspect.isfunction(f) and not n.startswith("_")}
+    assert theirs <= mine, f"not silenced: {theirs - mine}"
+    manager = StatLoggerManager(None, [0], [Quiet], enable_default_loggers=False)
+    assert [type(x) for x in manager.stat_loggers] == [Quiet]
+    manager.record(None, None)

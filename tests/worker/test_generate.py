@@ -200,6 +200,20 @@ async def test_a_stream_cut_between_its_last_token_and_its_finish_only_finishes(
     assert rig.engine.pulse().step_no == steps
 
 
+async def test_text_that_was_held_back_until_the_end_is_not_missed_by_a_resume_at_the_end(rig):
+    plain = a_request("q", max_tokens=12)
+    _, _, text, _ = await collect(rig.stub.Generate(plain))
+    request = a_request("q", max_tokens=12)
+    request.sampling.stop.append(text[-3:] + "ZZ")
+    accepted, tokens, same, _ = await collect(rig.stub.Generate(request))
+    assert same == text
+    request.resume.CopyFrom(
+        pb.Resume(token_ids=tokens, text_bytes=len(text.encode()), attempt=2, prompt_digest=accepted.prompt_digest)
+    )
+    events = [r async for r in rig.stub.Generate(request)]
+    assert [r.WhichOneof("event") for r in events] == ["accepted", "finish"]
+
+
 async def test_a_resume_of_another_prompt_is_refused(rig):
     request = a_request("q")
     request.resume.CopyFrom(pb.Resume(token_ids=[1], attempt=2, prompt_digest=b"x" * 32))
