@@ -18,7 +18,7 @@ from typing import Any
 from controlplane.settings import ControlSettings
 from services.gateway.settings import GatewaySettings
 from services.worker.settings import WorkerSettings
-from trimtab.kit.config import ConfigError
+from trimtab.kit.config import ConfigError, host_port
 from trimtab.kit.process import port_is_free
 from trimtab_cli.settings import UpSettings
 from trimtab_cli.valkey import embedded
@@ -79,10 +79,8 @@ class _Ports:
         self._given: set[int] = set()
 
     def take(self, address: str, what: str, offset: int = 0) -> str:
-        host, _, text = address.rpartition(":")
-        if not host or not text.isdigit():
-            raise ConfigError([f"{what} address must be host:port, not {address!r}"])
-        wanted = int(text) + offset
+        host, port_wanted = host_port(address)
+        wanted = port_wanted + offset
         for port in range(wanted, min(wanted + PORTS_TRIED, 65536)):
             if port not in self._given and port_is_free(port, host):
                 break
