@@ -118,7 +118,7 @@ def _arm(arm: str, concurrency: int, blocks: Sequence[Block], seed: int) -> dict
         "arm": arm,
         "concurrency": concurrency,
         "rounds": len(cells),
-        "requests": sum(len(c.ttft_ms) for c in cells),
+        "ttft_samples": sum(len(c.ttft_ms) for c in cells),
         "tokens": sum(c.tokens for c in cells),
         "tokens_per_s": asdict(spread([c.tokens_per_s for c in cells])),
         "tokens_per_s_ratio_to_bare": asdict(ratio(blocks, arm, seed)),
@@ -137,7 +137,7 @@ def simulated_arms(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
         {
             "arm": arm,
             "concurrency": 1,
-            "requests": len(pairs),
+            "ttft_samples": len(pairs),
             "ttft_p50_ms": asdict(spread([pair[side] for pair in pairs])),
             "ttft_p95_ms": {"value": quantile([pair[side] for pair in pairs], 0.95)},
         }

@@ -24,68 +24,16 @@ from services.bench import figures, tables
 from services.bench.added_ttft import measure_pairs
 from services.bench.arms import Arm
 from services.bench.checkpoint import Checkpoint
-from services.bench.figures import ARMS, Block
+from services.bench.figures import Block
 from services.bench.options import Options
+from services.bench.plan import FULL, MAX_TOKENS, QUICK, Plan
 from services.bench.processes import BenchError
 from services.bench.progress import Progress, progress
 from services.bench.report import Report, command, machine
 from services.bench.start import Shape, real_arms
-from services.bench.turns import Machinery, cell, warm_up
+from services.bench.turns import Machinery, cell
 from trimtab.kit.cli import ExitCode
 from trimtab.kit.process import state_dir
-
-MAX_TOKENS = 64
-START_S, PAIR_S, WARM_UP_S, SETTLE_S = 40.0, 0.05, 2.5, 1.3
-"""Expected, for the forecast only; starts are per engine, warm-ups per arm."""
-TOKENS_PER_S = {1: 20, 8: 140, 32: 330}
-"""Expected likewise: SmolLM2-135M on two cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`requests` by concurrency, for one arm in one round. `budget_s` bounds the measuring; what it leaves undone is left out."""
-
-    rounds: int
-    requests: Mapping[int, int]
-    pairs: int
-    arms: tuple[str, ...] = ARMS
-    budget_s: float | None = None
-    left_out: str = ""
-
-    def cell_s(self, concurrency: int) -> float:
-        return self.requests[concurrency] * MAX_TOKENS / TOKENS_PER_S[concurrency] + SETTLE_S
-
-    def block_s(self, concurrency: int) -> float:
-        return self.cell_s(concurrency) * len(self.arms)
-
-    def pairs_s(self) -> float:
-        return 4.0 + PAIR_S * self.pairs
-
-    def start_s(self) -> float:
-        """Mesh and worker share an engine."""
-        return START_S * len({*self.arms} - {"worker"})
-
-    def expected_s(self) -> float:
-        blocks = self.rounds * sum(self.block_s(c) for c in self.requests)
-        return self.pairs_s() + self.start_s() + WARM_UP_S * len(self.arms) + blocks
-
-    def order(self, round_: int) -> list[str]:
-        """Who goes when: every second round runs backwards, and each pair of rounds begins with another arm."""
-        first = round_ // 2 % len(self.arms)
-        arms = [*self.arms[first:], *self.arms[:first]]
-        return arms[::-1] if round_ % 2 else arms
-
-
-FULL = Plan(rounds=6, requests={1: 6, 8: 24, 32: 64}, pairs=400)
-QUICK = Plan(
-    rounds=2,
-    requests={32: 32},
-    pairs=60,
-    arms=("mesh", "worker", "bare"),
-    budget_s=160.0,
-    left_out="--quick leaves out vLLM's HTTP server, concurrency 1 and 8, and all but 2 rounds of one wave of requests each; "
-    "goals that need more rounds stay undecided",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +127,19 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
     show.stage(f"starting the engines of {', '.join(plan.arms)}")
     async with parts.arms(checkpoint.directory, shape, plan.arms) as (machinery, arms):
         show.done(plan.start_s())
-        show.stage("warming up")
-        await warm_up(arms.values(), machinery, seed)
-        show.done(WARM_UP_S * len(plan.arms))
         for round_, concurrency in todo:
             cells = {}
             for turn, name in enumerate(plan.order(round_), 1):
                 where = f"round {round_ + 1} of {plan.rounds}, {concurrency} streams"
                 show.stage(f"{where}, {name} ({turn} of {len(plan.arms)})")
-                requests = plan.requests[concurrency]
                 cells[name] = await cell(
-                    arms[name], machinery, f"{seed}/{round_}/{concurrency}", requests, concurrency, MAX_TOKENS
+                    arms[name],
+                    machinery,
+                    f"{seed}/{round_}/{concurrency}",
+                    plan.requests[concurrency],
+                    concurrency,
+                    MAX_TOKENS,
+                    firsts=plan.firsts.get(concurrency, 0),
                 )
                 show.done(plan.cell_s(concurrency))
             checkpoint.add({"kind": "block", **_now(), **Block(round_, concurrency, cells).as_json()})
@@ -213,6 +163,7 @@ def _setup(plan: Plan, shape: Shape, seed: int) -> dict[str, Any]:
         "bench": "overhead",
         "arms": plan.arms,
         "requests": {str(c): n for c, n in plan.requests.items()},
+        "firsts": {str(c): n for c, n in plan.firsts.items()},
         "max_tokens": MAX_TOKENS,
         "pairs": plan.pairs,
         "seed": seed,

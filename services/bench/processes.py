@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 PATIENCE_S = 5.0
 """What a process gets to end by itself; by then nothing runs in it that is worth waiting for."""
-LAST_WORDS_S = 1.0
+LAST_WORDS_S = 2.0
 GONE_WITHIN_S = 5.0
 """Of a kill. Whatever is left then can't be ended by anybody."""
 FOREIGN = ("TRIMTAB_", "OTEL_", "GRPC_")
@@ -82,7 +82,13 @@ class Child:
             self.process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), patience_s)
-        # Python's resource tracker lives a moment longer, to remove its family's shared memory.
+        if self.alive:
+            self.process.kill()
+        for p in self._family.values():
+            # Python's resource tracker ends by itself once the others are gone, and removes their shared memory.
+            with contextlib.suppress(psutil.Error):
+                if "resource_tracker" not in " ".join(p.cmdline()):
+                    p.kill()
         await asyncio.to_thread(psutil.wait_procs, list(self._family.values()), timeout=LAST_WORDS_S)
         self.kill()
         await self.process.wait()

@@ -21,7 +21,7 @@ from services.bench.processes import Processes, grpc_serving
 from services.worker.engines.vllm import environment
 from services.worker.engines.vllm_plugin import OWNER_ENV
 from trimtab.client import Client
-from trimtab.kit.process import free_port
+from trimtab.kit.process import free_port, state_dir
 
 START_S = 300.0
 LINE_BYTES = 16 << 20
@@ -40,7 +40,12 @@ class Shape:
     def environment(self) -> dict[str, str]:
         """As a worker sets it, less the mark of ownership that wakes our plug-in inside vLLM."""
         found = {k: v for k, v in environment(self.kv_cache_gib).items() if k != OWNER_ENV}
-        return found | {"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else found
+        if Path(self.model).is_dir():
+            found["HF_HUB_OFFLINE"] = "1"
+        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+            # Else every process of every engine compiles all of vLLM and torch anew, 10 s each; it goes where nobody looks for source.
+            found |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(state_dir("bench") / "pycache")}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

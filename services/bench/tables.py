@@ -40,10 +40,10 @@ def _speed(arms: Sequence[Mapping[str, Any]]) -> str:
                 compared,
                 f"{p50['value']:.1f} [{p50['low']:.1f}, {p50['high']:.1f}]",
                 f"{p95['value']:.1f} [{p95['low']:.1f}, {p95['high']:.1f}]",
-                f"n={a['requests']}",
+                f"n={a['ttft_samples']}",
             )
         )
-    head = ("STREAMS", "ARM", "TOKENS/S", "TO BARE", "TTFT P50 MS", "TTFT P95 MS", "REQUESTS")
+    head = ("STREAMS", "ARM", "TOKENS/S", "TO BARE", "TTFT P50 MS", "TTFT P95 MS", "SAMPLES")
     return table(head, rows, right=(0,))
 
 
@@ -63,5 +63,5 @@ def _ttft(arms: Sequence[Mapping[str, Any]]) -> str:
     for a in arms:
         p50, p95 = a["ttft_p50_ms"], a["ttft_p95_ms"]
         quartiles = f"{p50['median']:.2f} [{p50['low']:.2f}, {p50['high']:.2f}]"
-        rows.append((a["arm"], quartiles, f"{p95['value']:.2f}", f"n={a['requests']}"))
+        rows.append((a["arm"], quartiles, f"{p95['value']:.2f}", f"n={a['ttft_samples']}"))
     return table(("ARM", "P50 MS [QUARTILES]", "P95 MS", "PAIRS"), rows)

@@ -1,9 +1,9 @@
-"""One arm's turn: wait until the machine is ours, send the burst, and account for every CPU second spent meanwhile."""
+"""One arm's turn: wait until the machine is ours, wake the engine, send the burst, and account for every CPU second spent meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import aiohttp
@@ -19,7 +19,8 @@ QUIET_POLL_S = 0.25
 QUIET_LIMIT_S = 5.0
 QUIET_SHARE = 0.25
 """Cores that our processes may use together and still count as idle. vLLM's workers spin for a second after their last step."""
-WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 8
+PRIMER_TOKENS = 8
+FIRST_TOKENS = 2
 
 
 class Machinery(Protocol):
@@ -29,32 +30,33 @@ class Machinery(Protocol):
     def check(self) -> None: ...
 
 
-async def warm_up(arms: Iterable[Arm], machinery: Machinery, seed: int) -> None:
-    """The first steps of an engine pay for what all later ones find ready."""
-    for arm in arms:
-        await cell(arm, machinery, f"{seed}/warm", WARM_UP_STREAMS, WARM_UP_STREAMS, WARM_UP_TOKENS)
+async def cell(
+    arm: Arm, machinery: Machinery, seed: str, requests: int, concurrency: int, max_tokens: int, *, firsts: int = 0
+) -> Cell:
+    """`firsts` more requests are short: they count for TTFT alone, of which long ones give few samples.
 
-
-async def cell(arm: Arm, machinery: Machinery, seed: str, requests: int, concurrency: int, max_tokens: int) -> Cell:
-    """BenchError when any request fails, or ends with another number of tokens."""
+    BenchError when any request fails, or ends with another number of tokens.
+    """
     await settle(machinery)
-    texts = prompts(seed, requests)
-    before, busy_before = machinery.cpu_s(), _busy_s()
     try:
-        burst = await arm.burst(texts, concurrency, max_tokens)
+        # An engine that has slept wakes slowly, and its first steps pay for what later ones find ready: that is not what is asked.
+        await arm.burst(prompts(f"{seed}/primer", concurrency), concurrency, PRIMER_TOKENS)
+        before, busy_before = machinery.cpu_s(), _busy_s()
+        burst = await arm.burst(prompts(seed, requests), concurrency, max_tokens)
+        after, busy_after = machinery.cpu_s(), _busy_s()
+        short = await arm.burst(prompts(f"{seed}/firsts", firsts), concurrency, FIRST_TOKENS) if firsts else None
     except (TrimtabError, aiohttp.ClientError, OSError, ValueError) as e:
         machinery.check()  # a dead process explains it better
         raise BenchError(f"a request of arm {arm.name} failed: {e}") from e
-    after, busy_after = machinery.cpu_s(), _busy_s()
-    short = [s.tokens for s in burst.samples if s.tokens != max_tokens]
-    if short or len(burst.samples) != requests:
-        raise BenchError(f"arm {arm.name} gave {short[:3]} tokens where each request asks for {max_tokens}")
+    wrong = [s.tokens for s in burst.samples if s.tokens != max_tokens]
+    if wrong or len(burst.samples) != requests:
+        raise BenchError(f"arm {arm.name} gave {wrong[:3]} tokens where each request asks for {max_tokens}")
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     mine = {role: spent[name] for role, name in arm.roles.items()} | {"client": spent["client"]}
     return Cell(
         wall_s=burst.wall_s,
         tokens=sum(s.tokens for s in burst.samples),
-        ttft_ms=tuple(s.ttft_ms for s in burst.samples),
+        ttft_ms=tuple(s.ttft_ms for s in (*burst.samples, *(short.samples if short else ()))),
         cpu_s=mine,
         idle_cpu_s=sum(spent.values()) - sum(mine.values()),
         foreign_cpu_s=max(0.0, busy_after - busy_before - sum(spent.values())),

@@ -11,6 +11,7 @@ from typing import Any
 from services.bench.figures import ARMS, OUTSIDE, Block, Cell
 from services.bench.load import Burst, Sample
 from services.bench.overhead import Parts
+from services.bench.plan import MAX_TOKENS
 from services.bench.start import Shape
 
 
@@ -29,15 +30,15 @@ def blocks(rounds: int = 6, concurrency: int = 32, **cells: Cell) -> list[Block]
 
 
 class FakeArm:
-    """Answers at once with one token a millisecond. `turns` records the (arm, concurrency) of each burst, of all arms."""
+    """Answers at once with one token a millisecond. `bursts` records the (arm, concurrency, max_tokens) of each, of all arms."""
 
-    def __init__(self, name: str, turns: list[tuple[str, int]]) -> None:
+    def __init__(self, name: str, bursts: list[tuple[str, int, int]]) -> None:
         self.name = name
         self.roles: Mapping[str, str] = {role: f"{name} {role}" for role in (*OUTSIDE[name], "engine")}
-        self._turns = turns
+        self._bursts = bursts
 
     async def burst(self, texts: Sequence[str], concurrency: int, max_tokens: int) -> Burst:
-        self._turns.append((self.name, concurrency))
+        self._bursts.append((self.name, concurrency, max_tokens))
         await asyncio.sleep(0)
         return Burst(tuple(Sample(50.0, 100.0, max_tokens) for _ in texts), len(texts) * max_tokens / 1000)
 
@@ -53,21 +54,21 @@ class FakeProcesses:
 
 
 class FakeParts:
-    """Both measurements of `overhead` without a process. `on_turn` is called with the number of each turn."""
+    """Both measurements of `overhead` without a process. `on_burst` is called with the number of each burst."""
 
-    def __init__(self, on_turn: Any = None) -> None:
-        self.turns: list[tuple[str, int]] = []
+    def __init__(self, on_burst: Any = None) -> None:
+        self.bursts: list[tuple[str, int, int]] = []
         self.pairings = 0
         self.starts = 0
-        self._on_turn = on_turn
+        self._on_burst = on_burst
 
     def parts(self) -> Parts:
         return Parts(self._pairs, self._arms)
 
     @property
     def measured(self) -> list[tuple[str, int]]:
-        """The turns of a run that was not interrupted, less its warm-up."""
-        return self.turns[len({arm for arm, _ in self.turns}) :]
+        """The arm and concurrency of each turn: what is short is its primer, or for TTFT alone."""
+        return [(arm, concurrency) for arm, concurrency, max_tokens in self.bursts if max_tokens == MAX_TOKENS]
 
     async def _pairs(self, directory: Path, count: int, seed: int) -> list[tuple[float, float]]:
         self.pairings += 1
@@ -81,11 +82,11 @@ class FakeParts:
         yield FakeProcesses(), {name: self._watched(name) for name in names}
 
     def _watched(self, name: str) -> FakeArm:
-        arm, burst = FakeArm(name, self.turns), FakeArm.burst
+        arm, burst = FakeArm(name, self.bursts), FakeArm.burst
 
         async def watched(texts: Sequence[str], concurrency: int, max_tokens: int) -> Burst:
-            if self._on_turn is not None:
-                await self._on_turn(len(self.turns))
+            if self._on_burst is not None:
+                await self._on_burst(len(self.bursts))
             return await burst(arm, texts, concurrency, max_tokens)
 
         arm.burst = watched  # type: ignore[method-assign]

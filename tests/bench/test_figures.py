@@ -84,4 +84,4 @@ def test_the_engine_and_the_load_generator_are_not_outside_the_engine() -> None:
 def test_there_is_one_object_for_each_arm_and_concurrency() -> None:
     arms = figures.arms(all_blocks(), 1)
     assert [(a["arm"], a["concurrency"]) for a in arms] == [(arm, c) for c in (1, 8, 32) for arm in figures.ARMS]
-    assert {(a["rounds"], a["requests"], a["tokens"]) for a in arms} == {(6, 12, 6000)}
+    assert {(a["rounds"], a["ttft_samples"], a["tokens"]) for a in arms} == {(6, 12, 6000)}

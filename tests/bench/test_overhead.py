@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.bench import figures, overhead, turns
+from services.bench import figures, overhead, plan, turns
 from services.bench.added_ttft import measure_pairs
 from services.bench.figures import ARMS
 from services.bench.options import Options
@@ -36,22 +36,22 @@ def options(tmp_path: Path, **fields: Any) -> Options:
 
 
 def test_every_arm_goes_first_as_often_and_pairs_of_rounds_run_both_ways() -> None:
-    orders = [overhead.FULL.order(r) for r in range(8)]
+    orders = [plan.FULL.order(r) for r in range(8)]
     assert Counter(o[0] for o in orders) == dict.fromkeys(ARMS, 2)
     assert all(orders[r + 1] == orders[r][::-1] for r in range(0, 8, 2))
     assert all(sorted(o) == sorted(ARMS) for o in orders)
 
 
 def test_the_expected_time_of_quick_leaves_room_within_three_minutes() -> None:
-    assert overhead.QUICK.expected_s() <= overhead.QUICK.budget_s < 180
+    assert plan.QUICK.expected_s() <= plan.QUICK.budget_s < 180
 
 
 async def test_a_full_run_measures_every_arm_in_every_round(tmp_path: Path) -> None:
     fake = FakeParts()
     report = await overhead.run(options(tmp_path), fake.parts())
-    assert Counter(fake.measured) == {(arm, c): 6 for arm in ARMS for c in CONCURRENCIES}
+    assert Counter(fake.measured) == {(arm, c): 10 for arm in ARMS for c in CONCURRENCIES}
     assert [(a["arm"], a["concurrency"]) for a in report.arms[:-2]] == [(arm, c) for c in CONCURRENCIES for arm in ARMS]
-    assert report.arms[-2]["requests"] == overhead.FULL.pairs >= 200
+    assert report.arms[-2]["ttft_samples"] == plan.FULL.pairs >= 200
     assert {g.name: g.met for g in report.goals} == {
         "cpu_s_per_1000_tokens_outside_engine_at_32": True,
         "tokens_per_s_ratio_to_bare_lower_at_1": True,
@@ -73,22 +73,29 @@ async def test_quick_says_what_it_leaves_out_and_decides_only_what_it_can(tmp_pa
 
 
 async def test_an_interrupted_run_reports_what_it_has_and_goes_on_from_there(tmp_path: Path) -> None:
-    interrupted = 4 + 4 * 5 + 2  # after the warm-up and five blocks, in the middle of the sixth
+    bursts = [
+        3,
+        2,
+        2,
+        3,
+        2,
+    ]  # bursts of one turn in each block: a primer, the measured one, and at 1 stream the short ones
+    interrupted = 4 * sum(bursts) + 2 * 2 + 1  # in the middle of the sixth block
 
-    async def on_turn(number: int) -> None:
+    async def on_burst(number: int) -> None:
         if number == interrupted:
             run.cancel()
             await asyncio.sleep(1)
 
-    first, second = FakeParts(on_turn), FakeParts()
+    first, second = FakeParts(on_burst), FakeParts()
     run = asyncio.ensure_future(overhead.run(options(tmp_path), first.parts()))
     report = await run
     assert not report.whole
     assert report.exit_code(check=True) == 130
     assert [a["rounds"] for a in report.arms if a["arm"] == "mesh"] == [2, 2, 1]
     report = await overhead.run(options(tmp_path), second.parts())
-    assert (second.pairings, len(second.measured)) == (0, 4 * (18 - 5))
-    assert [a["rounds"] for a in report.arms if a["arm"] == "mesh"] == [6, 6, 6]
+    assert (second.pairings, len(second.measured)) == (0, 4 * (30 - 5))
+    assert [a["rounds"] for a in report.arms if a["arm"] == "mesh"] == [10, 10, 10]
     assert "resumed: 6 finished parts are of an earlier session" in report.notes
 
 
@@ -108,23 +115,23 @@ async def test_quick_and_full_rounds_never_mix(tmp_path: Path) -> None:
 
 
 async def test_when_time_runs_out_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def on_turn(number: int) -> None:
-        if number == 3 + 3 + 1:
+    async def on_burst(number: int) -> None:
+        if number == 2 * (3 + 1):
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(overhead, "QUICK", replace(overhead.QUICK, budget_s=0.5))
-    report = await overhead.run(options(tmp_path, quick=True), FakeParts(on_turn).parts())
+    monkeypatch.setattr(overhead, "QUICK", replace(plan.QUICK, budget_s=0.5))
+    report = await overhead.run(options(tmp_path, quick=True), FakeParts(on_burst).parts())
     assert report.whole
     assert [(a["concurrency"], a["rounds"]) for a in report.arms if a["arm"] == "mesh"] == [(32, 1)]
     assert any(note.startswith("time ran out after 0.5 s") for note in report.notes)
 
 
 async def test_a_failed_request_ends_the_bench_in_words(tmp_path: Path) -> None:
-    async def on_turn(_: int) -> None:
+    async def on_burst(_: int) -> None:
         raise OSError("connection reset")
 
     with pytest.raises(BenchError, match="a request of arm mesh failed: connection reset"):
-        await overhead.run(options(tmp_path), FakeParts(on_turn).parts())
+        await overhead.run(options(tmp_path), FakeParts(on_burst).parts())
 
 
 async def test_a_gateway_adds_little_to_the_ttft_of_a_simulated_engine(tmp_path: Path) -> None:
