@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(400))
+            item.add_marker(pytest.mark.timeout(700))
 
 
 @pytest.fixture(scope="session")
@@ -173,7 +173,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[
         m.start("worker")
         m.start("gateway")
         m.wait_serving("control", 20)
-        m.wait_serving("worker", 240)
+        m.wait_serving("worker", 400)
         m.wait_serving("gateway", 20)
         yield m
     finally:

@@ -86,7 +86,7 @@ async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_sa
 
 async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh):
     mesh.start("worker")
-    mesh.wait_serving("worker", 240)
+    mesh.wait_serving("worker", 400)
     assert not boards_of(mesh.killed), "the board of a killed worker is swept at the next start"
     async with asyncio.timeout(20):
         while True:

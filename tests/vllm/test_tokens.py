@@ -20,7 +20,7 @@ CASES = {c["id"]: c for c in cases()}
 def reference(model_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.reference", model_path],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=360,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     rows = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
     assert rows, done.stderr[-4000:]
