@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup lock proto baseline check test test-fast up bench-overhead clean clean-cache
+.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -52,6 +52,12 @@ up: setup ## the whole mesh on this machine
 
 bench-overhead: setup ## what the mesh costs next to plain vLLM
 	@$(BIN)/trimtab bench overhead $(ARGS)
+
+bench-mixed: setup ## realtime and batch on one engine, by FCFS, priority and our scheduler
+	@$(BIN)/trimtab bench mixed $(ARGS)
+
+bench-scheduler: setup ## what scheduling costs per engine step, without a model
+	@$(BIN)/trimtab bench scheduler $(ARGS)
 
 clean: ## remove build outputs and tool caches (.venv and the model stay)
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

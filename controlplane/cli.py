@@ -1,4 +1,4 @@
-"""The verbs that talk to the control plane: `trimtab policy get|set|history` and `trimtab fleet`.
+"""The verbs that talk to the control plane: `trimtab policy get|set|history` and `trimtab fleet`; `cli_requests.py` has more.
 
 Everything that takes long to import is imported in the verb that needs it, so that `--help` answers at once.
 """
@@ -13,7 +13,7 @@ import click
 
 from trimtab.errors import PolicyRefused, TrimtabError
 from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
-from trimtab.policy import FIELDS, Field, field
+from trimtab.policy import FIELDS, Field, Kind, field
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def _ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
+def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
     """One call to the control plane; its failure ends the process."""
     from controlplane.admin.client import AdminClient
     from trimtab.kit.run_file import control_address
@@ -51,11 +51,15 @@ def get(name: str | None, node: str, control: str | None, as_json: bool) -> None
     from controlplane import render
 
     fields = [_field(name)] if name else list(FIELDS.values())
-    answer = _ask(control, as_json, lambda client: client.get_policy(node))
-    if as_json:
-        echo_json(render.policy_json(answer, fields))
-    else:
-        click.echo(render.policy_text(answer, fields))
+    answer = ask(control, as_json, lambda client: client.get_policy(node))
+    try:
+        if as_json:
+            echo_json(render.policy_json(answer, fields))
+        else:
+            click.echo(render.policy_text(answer, fields))
+    except PolicyRefused as e:
+        # A word of a newer control plane.
+        fail(e, as_json)
 
 
 @policy.command("set")
@@ -87,7 +91,8 @@ def set_(
     control: str | None,
     as_json: bool,
 ) -> None:
-    """Change fields, now, on every running engine. The VALUE `default` takes a field out of the spec.
+    """Change fields, now, on every running engine. The VALUE `default` takes a field out of the spec; a list of names has commas
+    between them, and nothing after the sign empties it.
 
     Exit codes: 0 every connected worker applied it, 4 refused or in conflict (nothing changed), 5 some worker refused it or has not
     answered within --wait.
@@ -95,12 +100,12 @@ def set_(
     from controlplane import render
 
     fields = _assigned(assignments)
-    answer = _ask(
+    answer = ask(
         control,
         as_json,
         lambda client: client.set_policy(
             fields,
-            author=author or _user(),
+            author=author or user(),
             reason=reason,
             expect_version=expect_version,
             dry_run=dry_run,
@@ -123,7 +128,7 @@ def history(limit: int, control: str | None, as_json: bool) -> None:
     """Show who changed what and why, newest first, refused attempts included."""
     from controlplane import render
 
-    answer = _ask(control, as_json, lambda client: client.history(limit))
+    answer = ask(control, as_json, lambda client: client.history(limit))
     if as_json:
         echo_json(render.history_json(answer.entries))
     else:
@@ -137,14 +142,14 @@ def fleet(control: str | None, as_json: bool) -> None:
     """Show the mesh's nodes: their state, their load, and the policy that each has applied or refused."""
     from controlplane import render_fleet
 
-    answer = _ask(control, as_json, lambda client: client.fleet())
+    answer = ask(control, as_json, lambda client: client.fleet())
     if as_json:
         echo_json(render_fleet.fleet_json(answer))
     else:
         click.echo(render_fleet.fleet_text(answer))
 
 
-def _user() -> str:
+def user() -> str:
     """Who is typing, as this machine knows them; a number where it knows no name."""
     import getpass
     import os
@@ -167,7 +172,9 @@ def _assigned(assignments: tuple[str, ...]) -> dict[str, str]:
     for text in assignments:
         path, sign, value = text.partition("=")
         path = path.strip()
-        if not sign or not path or not value.strip():
+        # Nothing is a value only where it clears a list.
+        may_be_empty = path in FIELDS and FIELDS[path].kind is Kind.NAMES
+        if not sign or not path or not (value.strip() or may_be_empty):
             raise click.UsageError(f"{text!r} is not FIELD=VALUE, such as batch.active=8")
         if path in fields:
             raise click.UsageError(f"{path} is given twice")

@@ -1,7 +1,8 @@
-"""The control stream as the control plane serves it: the newest policy down, answers and telemetry up.
+"""The control stream as the control plane serves it: the newest policy and commands down, answers and telemetry up.
 
 Each stream follows one Watch and compares what it has sent with what is newest, so whatever a slow node missed is skipped and nothing
-queues up for it. What nodes say goes into the fleet; what they hold goes to the replica, which mends a store that is behind them.
+queues up for it (commands do, for the seconds that somebody waits for their answers). What nodes say goes into the fleet; what they hold
+goes to the replica, which mends a store that is behind them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from controlplane.commands import ask_all
 from controlplane.fleet import Fleet, Refusal, View
 from controlplane.metrics import ControlMetrics
 from controlplane.replica import Replica, unix_ms
@@ -66,6 +68,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """End every stream, so that nodes look for another replica."""
         for stream in self._streams.values():
             stream.end(Draining("this control plane stops"))
+
+    async def command(self, command: control_pb2.Command, *, within_s: float) -> dict[str, control_pb2.CommandResult]:
+        """What became of it at every worker whose stream is open, by node id; what has not answered in time says so too."""
+        calls = {
+            s.hello.node.node_id: s.calls
+            for s in self._streams.values()
+            if s.hello.role is Role.WORKER and self._fleet.current(s.session) is not None
+        }
+        return await ask_all(calls, command, within_s=within_s)
 
     async def _announce(self) -> None:
         async for stored in self._replica.newest.follow():
@@ -134,6 +145,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
     def _leave(self, stream: Stream) -> None:
         stream.close_push("lost")
+        stream.calls.close()
         del self._streams[stream.session]
         if self._fleet.current(stream.session) is not None:
             log.info("node left", node=stream.hello.node.node_id, incarnation=stream.hello.incarnation)
@@ -145,6 +157,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async for _ in stream.due.follow():
             if not stream.open:
                 return
+            for command in stream.calls.unsent():
+                yield control_pb2.ConnectResponse(command=command)
             stored = self._replica.newest.value
             if stored is not None and stored.identity > stream.pushed:
                 parent = stream.begin_push(stored)
@@ -175,6 +189,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             case "policy_result":
                 self._fleet.heard(stream.session, now)
                 self._answered(stream, request.policy_result, now)
+            case "command_result" if stream.calls.answered(request.command_result):
+                # Whoever asked says what came of it.
+                self._fleet.heard(stream.session, now)
             case "hello":
                 raise InvalidRequest("Hello comes once, as the first message of a stream")
             case kind:

@@ -1,18 +1,27 @@
-"""The control plane's answers for people (80 columns) and for programs (JSON).
+"""The control plane's answers for people (80 columns and more) and for programs (JSON).
 
-Takes the wire messages as they come, so that the verbs stay one call each; nothing here asks anybody.
+Takes the wire messages as they come, so that the verbs stay one call each; nothing here asks anybody. What a control plane of another
+build leaves out is shown as unknown, not as a zero.
 """
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab.kit.cli import table
-from trimtab.policy import FIELDS, Field
+from trimtab.codec import decode_partial
+from trimtab.errors import PolicyRefused
+from trimtab.kit.cli import WIDTH
+from trimtab.policy import FIELDS, Field, Policy, Value, parse, text
 
 UNSET = "default"
+NOTHING = "-"
+UNKNOWN = "?"
+WIDEST = 120
+"""Lines that run on beyond this are hard to read."""
 
 
 def place(identity: Any) -> str:
@@ -26,10 +35,9 @@ def identity_json(identity: Any) -> dict[str, Any] | None:
     return {"epoch": identity.epoch, "revision": identity.revision, "sha256": identity.sha256.hex()}
 
 
-def _effective(answer: Any, f: Field) -> int:
-    part, name = f.path.split(".")
-    value: int = getattr(getattr(answer.effective, part), name)
-    return value
+def _width() -> int:
+    """The terminal's, within reason; WIDTH where there is none."""
+    return max(WIDTH, min(WIDEST, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
 def store_text(store: Any) -> str:
@@ -46,16 +54,55 @@ def store_json(store: Any) -> dict[str, Any]:
 
 
 def policy_text(answer: Any, fields: Iterable[Field]) -> str:
+    """By part; each field with its value and source, and below them what it is."""
     why = f' "{answer.reason}"' if answer.reason else ""
-    head = f"policy {place(answer.snapshot.identity)}, version {answer.spec_version}, by {answer.author}{why}"
-    rows = [(f.path, str(_effective(answer, f)), f.unit, answer.sources.get(f.path, ""), f.doc) for f in fields]
-    lines = [head, "", table(("FIELD", "VALUE", "UNIT", "SOURCE", "WHAT IT IS"), rows, right=(1,))]
+    lines = [f"policy {place(answer.snapshot.identity)}, version {answer.spec_version}, by {answer.author}{why}"]
+    values = decode_partial(answer.effective)
+    parts: dict[str, list[Field]] = {}
+    for f in fields:
+        parts.setdefault(f.path.split(".")[0], []).append(f)
+    for part, group in parts.items():
+        lines += ["", f"{part}: {_about(part)}", *_part_text(group, values, answer, _width())]
     if not answer.store.connected:
         lines += ["", store_text(answer.store)]
     return "\n".join(lines)
 
 
+def _about(part: str) -> str:
+    said = (type(getattr(Policy(), part)).__doc__ or "").strip().rstrip(".")
+    return said[:1].lower() + said[1:]
+
+
+def _part_text(fields: list[Field], values: Mapping[str, Value], answer: Any, width: int) -> list[str]:
+    worths = {f.path: _with_unit(f, values.get(f.path)) for f in fields}
+    left = max(map(len, worths))
+    # A long list of names sticks out; it does not push the rest aside.
+    middle = max((len(w) for w in worths.values() if len(w) <= 24), default=0)
+    lines = []
+    for path, worth in worths.items():
+        start = f"  {path:{left}}  {worth:{middle}}  "
+        lines += textwrap.wrap(
+            start + _source(path, answer), width, subsequent_indent=" " * min(len(start), width // 2)
+        )
+        lines += textwrap.wrap(FIELDS[path].doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return lines
+
+
+def _with_unit(f: Field, value: Value | None) -> str:
+    if value is None:
+        return UNKNOWN
+    # A list of names says what it is by its field.
+    return f"{text(value)} {f.unit}" if f.numeric else text(value) or NOTHING
+
+
+def _source(path: str, answer: Any) -> str:
+    source: str = answer.sources.get(path, "this control plane does not know it")
+    return f"{source}; inactive: beyond the window" if path in answer.inactive else source
+
+
 def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:
+    """Values have their JSON types; None is one that the control plane does not know. Bounds and choices where there are any."""
+    values = decode_partial(answer.effective)
     return {
         "identity": identity_json(answer.snapshot.identity),
         "spec_version": answer.spec_version,
@@ -63,12 +110,15 @@ def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:
         "reason": answer.reason,
         "fields": {
             f.path: {
-                "value": _effective(answer, f),
+                "value": values.get(f.path),
+                "kind": f.kind.value,
                 "unit": f.unit,
                 "source": answer.sources.get(f.path, ""),
+                "inactive": f.path in answer.inactive,
                 "default": f.default,
-                "minimum": f.minimum,
-                "maximum": f.maximum,
+                "minimum": f.minimum if f.numeric else None,
+                "maximum": f.maximum if f.numeric else None,
+                "choices": list(f.choices) or None,
                 "hot": f.hot,
                 "doc": f.doc,
             }
@@ -81,16 +131,28 @@ def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:
 # ---- changes
 
 
-def _worth(field: str, text: str) -> str:
-    return f"{FIELDS[field].default} ({UNSET})" if text == UNSET and field in FIELDS else text
+def _worth(field: str, said: str) -> str:
+    if said == UNSET and field in FIELDS:
+        return f"{text(FIELDS[field].default) or NOTHING} ({UNSET})"
+    return said or NOTHING
+
+
+def _typed(field: str, said: str) -> Value | None:
+    """None where the field is not set; the text itself where this build can't read it, as in the history of another."""
+    if said == UNSET:
+        return None
+    try:
+        return parse(field, said)
+    except PolicyRefused:
+        return said
 
 
 def changes_text(changes: Iterable[Any]) -> list[str]:
     return [f"{c.field}: {_worth(c.field, c.before)} → {_worth(c.field, c.after)}" for c in changes]
 
 
-def changes_json(changes: Iterable[Any]) -> list[dict[str, str]]:
-    return [{"field": c.field, "before": c.before, "after": c.after} for c in changes]
+def changes_json(changes: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{"field": c.field, "before": _typed(c.field, c.before), "after": _typed(c.field, c.after)} for c in changes]
 
 
 def answer_of(node: Any, identity: Any) -> str:
@@ -155,7 +217,8 @@ def history_text(entries: Iterable[Any]) -> str:
         why = f' "{e.reason}"' if e.reason else ""
         lines.append(f"{place(e.identity):>8}  {when}  {e.author}{why}")
         if e.refused_because:
-            lines.append(f"          REFUSED, nothing changed: {e.refused_because}")
+            said = f"REFUSED, nothing changed: {e.refused_because}"
+            lines += textwrap.wrap(said, _width(), initial_indent=" " * 10, subsequent_indent=" " * 12)
         lines += [f"          {change}" for change in changes_text(e.changes)]
     return "\n".join(lines) or "no history"
 

@@ -42,7 +42,7 @@ class ControlPlane:
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         control_pb2_grpc.add_ControlServiceServicer_to_server(self.control, self._server)
-        admin = AdminServicer(self.replica, self.fleet, self.control.answers, metrics)
+        admin = AdminServicer(self.replica, self.fleet, self.control.answers, metrics, self.control.command)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (CONTROL, ADMIN, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trimtab.errors import PolicyRefused
-from trimtab.policy import FIELDS, Change, Value, diff, field, parse
+from trimtab.policy import FIELDS, Change, Value, diff, field, parse, text
 from trimtab.snapshot import Document, Node, resolve
 
 RESET = "default"
@@ -29,11 +29,11 @@ class Draft:
 def change(document: Document, fields: Mapping[str, str], nodes: Iterable[Node], *, now_unix_ms: int) -> Draft:
     """`document` with `fields` as a person typed them; PolicyRefused names the field, the limit and the node that are to blame."""
     base: dict[str, Value] = dict(document.base)
-    for path, text in fields.items():
-        if text.strip().lower() == RESET:
+    for path, typed in fields.items():
+        if typed.strip().lower() == RESET:
             base.pop(field(path).path, None)
         else:
-            base[path] = parse(path, text)
+            base[path] = parse(path, typed)
     changes = diff(document.base, base)
     if not changes:
         return Draft(document, ())
@@ -64,5 +64,8 @@ def _takes(document: Document, node: Node, now_unix_ms: int) -> bool:
 
 
 def shown(value: Value | None) -> str:
-    """A field's value as text; one that is not set is the default."""
-    return RESET if value is None else str(value)
+    """A field's value as a person would type it; one that is not set is the default."""
+    if value is None:
+        return RESET
+    # A comma after it tells a list of this one name from the word.
+    return f"{text(value)}," if text(value).lower() == RESET else text(value)

@@ -1,4 +1,4 @@
-"""One node's open control stream: what was sent to it, and the span of the push that it has not answered yet."""
+"""One node's open control stream: what was sent to it, the span of the push and the commands that it has not answered yet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
+from controlplane.commands import Calls
 from controlplane.store import Stored
 from trimtab.errors import TrimtabError
 from trimtab.kit.telemetry import fail, parse_traceparent, span_at, traceparent, tracer
@@ -15,12 +16,13 @@ from trimtab.snapshot import Identity
 
 
 class Stream:
-    """`due` wakes the stream's writer, which then compares `pushed` and `viewed` with what is newest."""
+    """`due` wakes the stream's writer, which then compares `pushed` and `viewed` with what is newest, and sends what `calls` holds unsent."""
 
     def __init__(self, hello: Hello, session: int) -> None:
         self.hello = hello
         self.session = session
         self.due: Watch[None] = Watch(None)
+        self.calls = Calls(lambda: self.due.set(None))
         self.open = True
         self.because: TrimtabError | None = None
         self.pushed = hello.held

@@ -13,15 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trimtab", "services", "controlplane", "trimtab_cli")
 
-NOT_PURE = {"trimtab.codec", "trimtab.client"}
-"""Modules directly in `trimtab` that are no pure decisions; every other one is pure."""
+NOT_PURE = {"trimtab.codec", "trimtab.client", "trimtab.kit", "trimtab.v1"}
+"""What in `trimtab` holds no pure decisions; every other module of it is pure, and so is all that is below one."""
 NEVER_IN_PURE = {
     *("asyncio", "concurrent", "logging", "multiprocessing", "os", "pathlib", "signal", "socket", "subprocess"),
     *("threading", "time"),
     *("aiohttp", "google", "grpc", "opentelemetry", "prometheus_client", "psutil", "redis", "structlog"),
     *("lightgbm", "torch", "transformers", "vllm"),
 }
-MAY_SEE_THE_WIRE = {"server", "control", "push", "admin", "dispatch", "attach", "endpoint", "endpoints", "membership"}
+MAY_SEE_THE_WIRE = {
+    *("server", "control", "push", "admin", "dispatch", "attach", "endpoint", "endpoints", "membership", "commands"),
+}
 """Names of modules (or of packages around them) that turn wire types into calls; besides codec, kit and client."""
 HEAVY = {"lightgbm", "torch", "transformers", "vllm"}
 HEAVY_HOMES = ("services.worker.engines.vllm", "controlplane.learn")
@@ -61,7 +63,8 @@ def at_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def is_pure(name: str) -> bool:
-    return name.count(".") == 1 and name.startswith("trimtab.") and name not in NOT_PURE | {"trimtab.kit", "trimtab.v1"}
+    top, *rest = name.split(".")
+    return top == "trimtab" and bool(rest) and f"trimtab.{rest[0]}" not in NOT_PURE
 
 
 def below(name: str, package: str) -> bool:

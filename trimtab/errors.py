@@ -9,6 +9,7 @@ TrimtabError
 ├── BackPressure                 the same call may succeed later
 │   ├── QueueFull                the process's queue for this workload is full
 │   ├── SlowReader               the reader left too many tokens unread
+│   ├── Released                 an operator ended it to make room
 │   ├── Draining                 this process takes no new work
 │   └── NoWorker                 no worker serves this model now
 ├── DeadlineExceeded             the caller's time ran out
@@ -116,6 +117,14 @@ class BackPressure(TrimtabError):
 
 class QueueFull(BackPressure):
     reason = "QUEUE_FULL"
+
+
+class Released(BackPressure):
+    """An operator ended it to make room."""
+
+    grpc_code = "ABORTED"
+    http_status = 503
+    reason = "RELEASED"
 
 
 class SlowReader(BackPressure):

@@ -103,6 +103,30 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMatch:
+    """Which requests an operator means: those named, or all that have everything in common that is said here. Nothing said, none is meant."""
+
+    request_ids: frozenset[str] = frozenset()
+    workload: Workload | None = None
+    tenant: str = ""
+    min_prompt_tokens: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """It says nothing."""
+        return not (self.request_ids or self.workload or self.tenant or self.min_prompt_tokens)
+
+    def covers(self, request_id: str, workload: Workload, tenant: str, prompt_tokens: int) -> bool:
+        return (
+            not self.empty
+            and (not self.request_ids or request_id in self.request_ids)
+            and self.workload in (None, workload)
+            and self.tenant in ("", tenant)
+            and prompt_tokens >= self.min_prompt_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TopLogprob:
     token_id: int
     logprob: float

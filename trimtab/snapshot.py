@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trimtab.errors import PolicyRefused
-from trimtab.policy import FIELDS, POLICY_SCHEMA, Partial, Policy, Value, check, min_schema, with_fields
+from trimtab.policy import FIELDS, POLICY_SCHEMA, Field, Partial, Policy, Value, check, min_schema, text, with_fields
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -167,10 +167,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A node's own policy, and for each field where its value comes from."""
+    """A node's own policy, and for each field where its value comes from. `inactive` are thresholds that no request on the node reaches."""
 
     policy: Policy
     sources: Mapping[str, str]
+    inactive: tuple[str, ...] = ()
 
 
 def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
@@ -192,12 +193,11 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
     layers += [(f"overlay {o.name} ({o.scope.kind.name.lower()})", o.policy) for o in ranked]
     for source, partial in layers:
         for path, value in partial.items():
-            check(path, value)
-            values[path] = value
+            values[path] = check(path, value)
             sources[path] = source
     for path, value in values.items():
         limit = node.limits.of(FIELDS[path].limit)
-        if limit is not None and value > limit:
+        if limit is not None and isinstance(value, int | float) and value > limit:
             raise PolicyRefused(
                 f"{path} = {value} is above what the engine of {node.node_id} can do "
                 f"({FIELDS[path].limit} = {limit}); set it to {limit} or less, or start the worker with a higher limit",
@@ -210,12 +210,18 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
     for path, f in FIELDS.items():
         spec = values.get(path, f.default)
         sources.setdefault(path, "default")
+        if not isinstance(spec, int | float):
+            # Controllers move numbers; a word has nothing to multiply.
+            values[path] = spec
+            continue
         limit = node.limits.of(f.limit)
         ceiling = f.maximum if limit is None else min(f.maximum, limit)
         moved = [] if path in pinned else [a for a in live if a.field == path]
         effective = fold(spec, moved, f.minimum, ceiling)
         if moved:
-            sources[path] += f", {spec} → {effective} by " + ", ".join(f"{a.controller} ({a.reason})" for a in moved)
+            sources[path] += f", {text(spec)} → {text(effective)} by " + ", ".join(
+                f"{a.controller} ({a.reason})" for a in moved
+            )
         elif effective != spec:
             sources[path] += f", clamped to the engine's {f.limit}"
         values[path] = effective
@@ -228,12 +234,18 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
             field="prefill.step_tokens",
             node=node.node_id,
         )
-    return Resolved(policy, sources)
+    return Resolved(policy, sources, tuple(path for path, f in FIELDS.items() if _is_inactive(f, values[path], node)))
 
 
-def fold(spec: Value, adjustments: Iterable[Adjustment], low: Value, high: Value) -> Value:
-    """clamp(round(spec × Π factor + Σ delta), low, high) (DESIGN §4)."""
+def _is_inactive(f: Field, value: Value, node: Node) -> bool:
+    limit = node.limits.of(f.inactive_from)
+    return limit is not None and isinstance(value, int) and value >= limit
+
+
+def fold(spec: float, adjustments: Iterable[Adjustment], low: float, high: float) -> int | float:
+    """clamp(spec × Π factor + Σ delta, low, high) (DESIGN §4); rounded where the spec is a whole number."""
     moves = list(adjustments)
     factor = math.prod(min(1.0, max(0.1, a.factor)) for a in moves if a.factor is not None)
     delta = sum(a.delta for a in moves if a.factor is None)
-    return max(low, min(high, round(spec * factor + delta)))
+    folded = max(low, min(high, spec * factor + delta))
+    return round(folded) if isinstance(spec, int) else folded

@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Iterator
 
-from trimtab.errors import InvalidRequest, Violation
+from trimtab.errors import InvalidRequest, Violation, WrongPool
 from trimtab.messages import ChatMessage, Prompt, Request, Sampling, StructureKind
+from trimtab.policy import Isolation, Policy
 
 ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
@@ -127,6 +128,23 @@ def check_tokens(token_ids: tuple[int, ...], sampling: Sampling, *, max_model_le
     )
     raise_if(found)
     return sampling.max_tokens if sampling.max_tokens is not None else room
+
+
+def check_isolation(policy: Policy, prompt_tokens: int, tenant: str) -> None:
+    """Raise InvalidRequest or WrongPool where the policy has isolated requests refused or sent to another pool, or return."""
+    isolate = policy.isolate
+    if isolate.action == Isolation.ALONE:
+        # It runs here; the scheduler sees to it that it runs by itself.
+        return
+    if prompt_tokens >= isolate.from_tokens:
+        name, why = "prompt", f"is {prompt_tokens} tokens long; from {isolate.from_tokens} on"
+    elif tenant in isolate.tenants:
+        name, why = "tenant", f"is {tenant!r}, whose requests are isolated:"
+    else:
+        return
+    if isolate.action == Isolation.POOL:
+        raise WrongPool(f"{name} {why} another pool must take it (isolate.action = pool)")
+    raise_if([Violation(name, f"{why} it is refused (isolate.action = refuse)")])
 
 
 def raise_if(found: list[Violation]) -> None:

@@ -9,7 +9,9 @@ from typing import Self, TypeVar
 import grpc.aio
 
 from trimtab.client import Unreachable
+from trimtab.codec import encode_match
 from trimtab.kit import rpc
+from trimtab.messages import RequestMatch
 from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
 T = TypeVar("T")
@@ -61,6 +63,33 @@ class AdminClient:
 
     async def fleet(self) -> admin_pb2.GetFleetResponse:
         return await self._ask(self._stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=self._timeout_s))
+
+    async def reprioritise(
+        self, match: RequestMatch, delta: int, *, author: str, reason: str
+    ) -> admin_pb2.SteerRequestsResponse:
+        """By `delta` levels, up when positive."""
+        action = admin_pb2.ReprioritiseAction(delta=delta)
+        return await self._steer(
+            admin_pb2.SteerRequestsRequest(match=encode_match(match), author=author, reason=reason, reprioritise=action)
+        )
+
+    async def isolate(
+        self, match: RequestMatch, isolated: bool, *, author: str, reason: str
+    ) -> admin_pb2.SteerRequestsResponse:
+        action = admin_pb2.IsolateAction(isolated=isolated)
+        return await self._steer(
+            admin_pb2.SteerRequestsRequest(match=encode_match(match), author=author, reason=reason, isolate=action)
+        )
+
+    async def release(self, match: RequestMatch, *, author: str, reason: str) -> admin_pb2.SteerRequestsResponse:
+        action = admin_pb2.ReleaseAction()
+        return await self._steer(
+            admin_pb2.SteerRequestsRequest(match=encode_match(match), author=author, reason=reason, release=action)
+        )
+
+    async def _steer(self, request: admin_pb2.SteerRequestsRequest) -> admin_pb2.SteerRequestsResponse:
+        """Workers' answers, or InvalidRequest before any of them was asked."""
+        return await self._ask(self._stub.SteerRequests(request, timeout=self._timeout_s))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:

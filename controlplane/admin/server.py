@@ -14,6 +14,8 @@ from typing import Any
 
 import structlog
 
+from controlplane.admin.checks import refuse_if, unfit, who_and_why
+from controlplane.admin.steering import AskWorkers, steer
 from controlplane.fleet import Fleet, Member
 from controlplane.metrics import ControlMetrics
 from controlplane.replica import Outcome, Replica, unix_ms
@@ -32,25 +34,28 @@ from trimtab.kit.rpc import guarded
 from trimtab.kit.telemetry import fail, parse_traceparent, traceparent, tracer
 from trimtab.kit.watch import Watch
 from trimtab.messages import Role
-from trimtab.policy import Change, flatten
-from trimtab.snapshot import Identity, Node, resolve
+from trimtab.policy import FIELDS, Change, Kind, flatten
+from trimtab.snapshot import Identity, Limits, Node, resolve
 from trimtab.v1 import admin_pb2, admin_pb2_grpc, control_pb2
 
 log = structlog.get_logger(__name__)
 
 HISTORY_DEFAULT = 20
-MAX_AUTHOR_CHARS = 200
-MAX_REASON_CHARS = 2000
 MAX_FIELDS = 64
 MAX_FIELD_CHARS = 100
+MAX_NAMES_CHARS = 10_000
+"""Of a field that holds a list of names."""
 MAX_WAIT_MS = 60_000
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """`answers` is set whenever a node answers a push, joins or is lost."""
+    """`answers` is set whenever a node answers a push, joins or is lost; `ask` puts a command to every worker."""
 
-    def __init__(self, replica: Replica, fleet: Fleet, answers: Watch[None], metrics: ControlMetrics) -> None:
+    def __init__(
+        self, replica: Replica, fleet: Fleet, answers: Watch[None], metrics: ControlMetrics, ask: AskWorkers
+    ) -> None:
         self._replica = replica
+        self._ask = ask
         self._fleet = fleet
         self._answers = answers
         self._metrics = metrics
@@ -58,7 +63,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
         async with guarded(context):
             stored = self._newest()
-            node = self._node(request.node_id) if request.node_id else Node("a node without overlays")
+            node = self._node(request.node_id) if request.node_id else self._any_node()
             resolved = resolve(decode_document(stored.snapshot.document), node, now_unix_ms=unix_ms())
             return admin_pb2.GetPolicyResponse(
                 snapshot=encode_snapshot(stored.snapshot),
@@ -68,6 +73,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 effective=encode_partial(flatten(resolved.policy)),
                 sources=resolved.sources,
                 store=self._store_state(),
+                inactive=resolved.inactive,
             )
 
     async def SetPolicy(self, request: admin_pb2.SetPolicyRequest, context: Any) -> admin_pb2.SetPolicyResponse:
@@ -181,6 +187,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 return _encode_entry(newest[0])
         return None
 
+    async def SteerRequests(
+        self, request: admin_pb2.SteerRequestsRequest, context: Any
+    ) -> admin_pb2.SteerRequestsResponse:
+        async with guarded(context):
+            return await steer(request, self._ask, self._fleet)
+
     def _newest(self) -> Stored:
         stored = self._replica.newest.value
         if stored is None:
@@ -195,29 +207,29 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest(message, violations=(Violation("node_id", message),))
         return member.hello.node
 
+    def _any_node(self) -> Node:
+        """No overlay is for it. Its window is the longest of the connected workers', so that `inactive` is what no worker acts on."""
+        windows = [m.hello.node.limits.max_model_len for m in self._fleet.connected(Role.WORKER)]
+        longest = max(windows) if windows and all(windows) else 0
+        return Node("a node without overlays", limits=Limits(max_model_len=longest))
+
     def _store_state(self) -> admin_pb2.StoreState:
         state = self._replica.store.state
         return admin_pb2.StoreState(connected=state.connected, description=state.description)
 
 
 def _check(request: admin_pb2.SetPolicyRequest) -> None:
-    """Every fault of the request itself, before anything is looked up. All of it may end in the history, so all of it is bounded."""
-    faults = []
+    """Every fault of the request itself, before anything is looked up."""
+    faults = who_and_why(request.author, request.reason)
     if not request.fields:
         faults.append(Violation("fields", "name at least one field to set"))
     if len(request.fields) > MAX_FIELDS:
         faults.append(Violation("fields", f"at most {MAX_FIELDS} at once"))
-    if not request.author.strip():
-        faults.append(Violation("author", "every change needs an author"))
-    words = [("author", request.author, MAX_AUTHOR_CHARS), ("reason", request.reason, MAX_REASON_CHARS)]
-    words += [("fields", text, MAX_FIELD_CHARS) for pair in request.fields.items() for text in pair]
-    for name, text, limit in words:
-        if len(text) > limit:
-            faults.append(Violation(name, f"at most {limit} characters"))
-        elif not text.isprintable():
-            faults.append(Violation(name, "one line of printable characters"))
-    if faults:
-        raise InvalidRequest("; ".join(f"{v.field}: {v.description}" for v in faults), violations=tuple(faults))
+    words = []
+    for path, text in request.fields.items():
+        lists = path in FIELDS and FIELDS[path].kind is Kind.NAMES
+        words += [("fields", path, MAX_FIELD_CHARS), ("fields", text, MAX_NAMES_CHARS if lists else MAX_FIELD_CHARS)]
+    refuse_if(faults + unfit(words))
 
 
 def _encode_changes(changes: Iterable[Change]) -> list[admin_pb2.FieldChange]:

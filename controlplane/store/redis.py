@@ -25,7 +25,7 @@ from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from controlplane.store import LOG_LENGTH, RESENT_WITHIN, Entry, Moved, Stored, StoreState, Write, stale
 from trimtab.errors import StoreUnavailable
-from trimtab.policy import Change
+from trimtab.policy import Change, Value
 from trimtab.snapshot import Identity, Snapshot
 
 T = TypeVar("T")
@@ -188,7 +188,11 @@ def encode_changes(changes: Sequence[Change]) -> str:
 
 
 def decode_changes(data: bytes) -> tuple[Change, ...]:
-    return tuple(Change(*row) for row in json.loads(data))
+    def value(x: Any) -> Value | None:
+        # JSON has no tuples; a list of names is one everywhere else.
+        return tuple(x) if isinstance(x, list) else x
+
+    return tuple(Change(path, value(before), value(after)) for path, before, after in json.loads(data))
 
 
 def encode_entry(x: Entry) -> dict[str, str | int]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.bench.processes import BenchError
 from trimtab.kit.cli import ExitCode
-from trimtab.kit.process import write_atomically
+from trimtab.kit.process import state_dir, write_atomically
 
 SETUP = "setup.json"
 RAW = "raw.jsonl"
@@ -45,6 +46,16 @@ class Checkpoint:
             f.write(json.dumps(part) + "\n")
             f.flush()
             os.fsync(f.fileno())
+
+
+def new_directory(bench: str) -> Path:
+    """Where a run keeps its results that was not told where."""
+    return state_dir("bench") / f"{bench}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def now() -> dict[str, Any]:
+    """What each part says of the moment of its end."""
+    return {"at_unix_s": time.time(), "load_average": os.getloadavg()[0]}
 
 
 def _compare(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

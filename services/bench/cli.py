@@ -21,14 +21,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where a bench lives: `async def run(options: Options) -> Report`."""
+    """Where a bench lives: `async def run(options: Options) -> Report`. `takes` are the options that not every bench has."""
 
     module: str
     function: str
     help: str
+    takes: frozenset[str] = frozenset()
 
 
-BENCHES = {"overhead": Bench("services.bench.overhead", "run", "what the mesh costs next to plain vLLM")}
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
+BENCHES = {
+    "overhead": Bench("services.bench.overhead", "run", "what the mesh costs next to plain vLLM"),
+    "mixed": Bench(
+        "services.bench.mixed.course",
+        "run",
+        "realtime and batch on one engine, by FCFS, priority and our scheduler",
+        frozenset({"png", "arms", "block_s", "realtime_per_arm", "itl_budgets", "step_tokens", "trace"}),
+    ),
+    "scheduler": Bench("services.bench.scheduler", "run", "what scheduling costs per engine step, without a model"),
+}
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(x.strip() for x in (value or "").split(",") if x.strip())
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        found = tuple(int(x) for x in _names(context, parameter, value))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of whole numbers such as 50,100,200") from None
+    if any(x < 1 for x in found):
+        raise click.BadParameter("every number must be at least 1")
+    return found
 
 
 @click.command(epilog="Benches: " + "; ".join(f"{name}: {b.help}" for name, b in BENCHES.items()))
@@ -41,6 +66,18 @@ BENCHES = {"overhead": Bench("services.bench.overhead", "run", "what the mesh co
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of interleaved arms. [default: the bench's own]")
 @click.option("--model", default="default", show_default=True, help="Model for real engines: local path or hub id.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and of bootstrap intervals.")
+@click.option(
+    "--png", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="mixed: draw a picture too."
+)
+@click.option("--arms", metavar="A,B", callback=_names, help="mixed: only these arms; main and ablations name several.")
+@click.option(
+    "--block-s", type=click.FloatRange(2.0), help="mixed: seconds of a block. [default: 120; 60 with --quick]"
+)
+@click.option("--realtime-per-arm", type=click.IntRange(1), help="mixed: realtime requests that count. [default: 200]")
+@click.option("--itl-budgets", metavar="MS,MS", callback=_numbers, help="mixed: our points. [default: 50,100,200]")
+@click.option("--step-tokens", type=click.IntRange(32), help="mixed: tokens of an engine step at most. [default: 2048]")
+@click.option("--trace", metavar="DIR", is_flag=False, flag_value=str(TRACES), type=click.Path(path_type=Path),
+              help="mixed: public traces in the simulated engine instead. [without DIR: ../shared/traces]")  # fmt: skip
 def bench(
     name: str,
     quick: bool,
@@ -50,6 +87,7 @@ def bench(
     rounds: int | None,
     model: str,
     seed: int,
+    **special: Any,
 ) -> None:
     """Measure NAME on this machine, on processes that it starts itself, and report against its goals.
 
@@ -58,13 +96,19 @@ def bench(
     from services.bench.options import Options
     from services.bench.processes import BenchError
 
-    if json_file not in (None, "-") and not Path(str(json_file)).absolute().parent.is_dir():
-        raise click.UsageError(f"--json: there is no directory {Path(str(json_file)).absolute().parent}")
+    for option, file in (("json", json_file), ("png", special["png"])):
+        if file not in (None, "-") and not Path(str(file)).absolute().parent.is_dir():
+            raise click.UsageError(f"--{option}: there is no directory {Path(str(file)).absolute().parent}")
+    asked = {key: value for key, value in special.items() if value not in (None, ())}
+    if foreign := sorted(asked.keys() - BENCHES[name].takes):
+        raise click.UsageError(f"bench {name} has no option --{foreign[0].replace('_', '-')}")
+    if "itl_budgets" in asked:
+        asked["itl_budgets_ms"] = asked.pop("itl_budgets")
     # This process starts others while it talks gRPC; it forks only to exec, and needs none of gRPC's care for that.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     which = BENCHES[name]
     run = getattr(importlib.import_module(which.module), which.function)
-    options = Options(quick, resume.absolute() if resume else None, rounds, model, seed)
+    options = Options(quick, resume.absolute() if resume else None, rounds, model, seed, **asked)
     try:
         report: Report = _until_done_or_stopped(run(options))
     except BenchError as e:

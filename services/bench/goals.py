@@ -47,5 +47,5 @@ class Goal:
         e = self.estimate
         value = "not measured" if self.value is None else f"{self.value:.3g}"
         interval = f"{e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" if e else ""
-        met = {True: "yes", False: "NO", None: "undecided" if e else "-"}[self.met]
+        met = {True: "yes", False: "NO", None: "-" if self.value is None else "undecided"}[self.met]
         return (self.name, f"{sign} {self.goal:g}", value, met, str(e.n) if e else "", interval)

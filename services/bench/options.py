@@ -15,3 +15,11 @@ class Options:
     rounds: int | None = None
     model: str = "default"
     seed: int = 1
+    png: Path | None = None
+    """Where a picture goes, from benches that draw one. What follows only some benches know; each says which in `cli.BENCHES`."""
+    arms: tuple[str, ...] = ()
+    block_s: float | None = None
+    realtime_per_arm: int | None = None
+    itl_budgets_ms: tuple[int, ...] = ()
+    step_tokens: int | None = None
+    trace: Path | None = None

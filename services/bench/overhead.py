@@ -11,8 +11,6 @@ against the mesh, whose size the report shows.
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -23,17 +21,16 @@ from typing import Any
 from services.bench import figures, tables
 from services.bench.added_ttft import measure_pairs
 from services.bench.arms import Arm
-from services.bench.checkpoint import Checkpoint
+from services.bench.checkpoint import Checkpoint, new_directory, now
 from services.bench.figures import Block
 from services.bench.options import Options
 from services.bench.plan import FULL, MAX_TOKENS, QUICK, Plan
 from services.bench.processes import BenchError
 from services.bench.progress import Progress, progress
 from services.bench.report import Report, command, machine
-from services.bench.start import Shape, real_arms
+from services.bench.start import Shape, model_path, real_arms
 from services.bench.turns import Machinery, cell
 from trimtab.kit.cli import ExitCode
-from trimtab.kit.process import state_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,8 @@ async def run(options: Options, parts: Parts | None = None) -> Report:
     """The whole bench. Cancelled, it ends what it started and reports what it has."""
     plan = QUICK if options.quick else FULL
     plan = replace(plan, rounds=options.rounds or plan.rounds)
-    shape = Shape(await asyncio.to_thread(_model, options.model))
-    checkpoint = Checkpoint(options.resume or _new_directory(), _setup(plan, shape, options.seed))
+    shape = Shape(await asyncio.to_thread(model_path, options.model))
+    checkpoint = Checkpoint(options.resume or new_directory("overhead"), _setup(plan, shape, options.seed))
     facts, notes, whole = machine(), [plan.left_out] if plan.left_out else [], True
     resumed = len(checkpoint.parts)
     if resumed:
@@ -116,7 +113,7 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
     else:
         show.stage(f"added TTFT: {plan.pairs} pairs over a simulated engine")
         pairs = await parts.pairs(checkpoint.directory / "simulated", plan.pairs, seed)
-        checkpoint.add({"kind": "pairs", **_now(), "pairs": pairs})
+        checkpoint.add({"kind": "pairs", **now(), "pairs": pairs})
         show.done(plan.pairs_s())
     done = {(b.round, b.concurrency) for b in found.blocks}
     todo = [(r, c) for r in range(plan.rounds) for c in plan.requests if (r, c) not in done]
@@ -142,7 +139,7 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
                     firsts=plan.firsts.get(concurrency, 0),
                 )
                 show.done(plan.cell_s(concurrency))
-            checkpoint.add({"kind": "block", **_now(), **Block(round_, concurrency, cells).as_json()})
+            checkpoint.add({"kind": "block", **now(), **Block(round_, concurrency, cells).as_json()})
 
 
 def _quietness(arms: Sequence[Mapping[str, Any]], cores: int) -> list[str]:
@@ -179,20 +176,3 @@ def _vllm() -> str:
     except metadata.PackageNotFoundError:
         text = "bench overhead keeps three engines up at once, which only engines on the CPU can (make setup with TRIMTAB_ACCELERATOR=cpu)"
         raise BenchError(text, ExitCode.USAGE) from None
-
-
-def _model(name: str) -> str:
-    from services.worker import model
-
-    try:
-        return str(model.resolve(name))
-    except model.ModelError as e:
-        raise BenchError(str(e), ExitCode.USAGE) from e
-
-
-def _new_directory() -> Path:
-    return state_dir("bench") / f"overhead-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-def _now() -> dict[str, Any]:
-    return {"at_unix_s": time.time(), "load_average": os.getloadavg()[0]}

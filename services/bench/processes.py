@@ -129,6 +129,30 @@ class Processes:
         self.children[name] = child
         return child
 
+    async def ask(self, argv: Sequence[str], limit_s: float, *, stdin: bytes = b"") -> tuple[int, str, str]:
+        """One that ends by itself: its exit code, stdout and stderr. BenchError when it takes longer than `limit_s`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self._directory,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                out, err = await process.communicate(stdin)
+        except TimeoutError:
+            raise BenchError(f"{' '.join(argv[:4])} … took longer than {limit_s:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
+
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)

@@ -38,15 +38,19 @@ class Report:
     whole: bool = True
     machine: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    """What the bench settled by itself before it measured, where it did."""
     date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
 
     def as_json(self) -> dict[str, Any]:
+        setup = {"setup": dict(self.setup)} if self.setup else {}
         return {
             "bench": self.bench,
             "date": self.date,
             "machine": dict(self.machine),
             "command": self.command,
             "whole": self.whole,
+            **setup,
             "notes": self.notes,
             "arms": self.arms,
             "goals": [g.as_json() for g in self.goals],

@@ -17,10 +17,11 @@ from pathlib import Path
 import aiohttp
 
 from services.bench.arms import MODEL, Arm, BareArm, GrpcArm, HttpArm
-from services.bench.processes import Processes, grpc_serving
+from services.bench.processes import BenchError, Processes, grpc_serving
 from services.worker.engines.vllm import environment
 from services.worker.engines.vllm_plugin import OWNER_ENV
 from trimtab.client import Client
+from trimtab.kit.cli import ExitCode
 from trimtab.kit.process import free_port, state_dir
 
 START_S = 300.0
@@ -46,6 +47,16 @@ class Shape:
             # Else every process of every engine compiles all of vLLM and torch anew, 10 s each; it goes where nobody looks for source.
             found |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(state_dir("bench") / "pycache")}
         return found
+
+
+def model_path(name: str) -> str:
+    """Where the model lies; fetched where it has to be. BenchError says why it can't be had."""
+    from services.worker import model
+
+    try:
+        return str(model.resolve(name))
+    except model.ModelError as e:
+        raise BenchError(str(e), ExitCode.USAGE) from e
 
 
 @dataclass(frozen=True, slots=True)

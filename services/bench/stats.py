@@ -57,6 +57,12 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ranked[below] + (ranked[above] - ranked[below]) * (place - below)
 
 
+def quantiles(values: Sequence[float], qs: Sequence[float]) -> list[float]:
+    """Several of them, for one sorting."""
+    ranked = sorted(values)
+    return [quantile(ranked, q) for q in qs]  # sorting what is sorted costs next to nothing
+
+
 def median(values: Sequence[float]) -> float:
     return quantile(values, 0.5)
 
@@ -75,6 +81,33 @@ def bootstrap(
     seen = [statistic(rng.choices(groups, k=len(groups))) for _ in range(resamples)]
     tail = (1.0 - LEVEL) / 2.0
     return Estimate(statistic(groups), quantile(seen, tail), quantile(seen, 1.0 - tail), len(groups))
+
+
+def nested_bootstrap(
+    groups: Sequence[Sequence[T]],
+    statistics: Callable[[Sequence[T]], Sequence[float]],
+    *,
+    seed: int,
+    resamples: int = 1000,
+) -> list[Estimate]:
+    """Percentile intervals of several statistics of all members, resampling whole groups and then the members of each group drawn.
+
+    So few groups as there are do not stand for all that could have been, and members of a group share its noise: this allows for both.
+    Each estimate's `n` counts members. Empty groups say nothing and are left out.
+    """
+    groups = [g for g in groups if g]
+    if not groups:
+        raise ValueError("a bootstrap needs at least one group with a member")
+    rng = random.Random(seed)
+    seen = []
+    for _ in range(resamples):
+        drawn = rng.choices(groups, k=len(groups))
+        seen.append(statistics([member for group in drawn for member in rng.choices(group, k=len(group))]))
+    tail, everybody = (1.0 - LEVEL) / 2.0, [member for group in groups for member in group]
+    return [
+        Estimate(value, quantile(column, tail), quantile(column, 1.0 - tail), len(everybody))
+        for value, column in zip(statistics(everybody), zip(*seen, strict=True), strict=True)
+    ]
 
 
 def verdict(estimate: Estimate, goal: float, bound: Bound) -> bool | None:

@@ -41,9 +41,9 @@ async def cell(
     try:
         # An engine that has slept wakes slowly, and its first steps pay for what later ones find ready: that is not what is asked.
         await arm.burst(prompts(f"{seed}/primer", concurrency), concurrency, PRIMER_TOKENS)
-        before, busy_before = machinery.cpu_s(), _busy_s()
+        before, busy_before = machinery.cpu_s(), busy_s()
         burst = await arm.burst(prompts(seed, requests), concurrency, max_tokens)
-        after, busy_after = machinery.cpu_s(), _busy_s()
+        after, busy_after = machinery.cpu_s(), busy_s()
         short = await arm.burst(prompts(f"{seed}/firsts", firsts), concurrency, FIRST_TOKENS) if firsts else None
     except (TrimtabError, aiohttp.ClientError, OSError, ValueError) as e:
         machinery.check()  # a dead process explains it better
@@ -76,7 +76,7 @@ def _others_s(machinery: Machinery) -> float:
     return sum(seconds for name, seconds in machinery.cpu_s().items() if name != "client")
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """CPU seconds that this machine has spent on anything."""
     t = psutil.cpu_times()
     return float(sum(t) - t.idle - getattr(t, "iowait", 0.0) - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0))

@@ -54,7 +54,7 @@ class Admission:
             raise InvalidRequest(f"request_id {text}", violations=(Violation("request_id", text),))
         # Those that workers may take up at once, and those beyond: the same two bounds that a worker has.
         policy, workload = self._policy(), call.workload
-        bound = scheduling.handover_bound(policy) + scheduling.queue_bound(policy, workload)
+        bound = scheduling.handover_bound(policy, workload) + scheduling.queue_bound(policy, workload)
         if self.unaccepted[workload] >= bound:
             raise QueueFull(
                 f"{bound} {workload.value} requests wait here for a worker to accept them: "

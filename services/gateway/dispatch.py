@@ -34,6 +34,7 @@ from trimtab.errors import (
     SlowReader,
     StreamCut,
     TrimtabError,
+    WrongPool,
 )
 from trimtab.kit import telemetry
 from trimtab.messages import Request, Workload
@@ -189,7 +190,7 @@ class Call:
                 if self._stream is None:
                     self._stream = self._begin()
                 return self._digest(self._stream, await self._stream.take())
-            except (EngineFault, Draining) as fault:
+            except (EngineFault, Draining, WrongPool) as fault:
                 self._go_elsewhere(fault)
 
     def _begin(self) -> Stream:

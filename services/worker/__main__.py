@@ -17,6 +17,7 @@ import uvloop
 from prometheus_client import start_http_server
 
 from services.control import PolicyKeeper
+from services.worker.commands import Commands
 from services.worker.engines import Engine
 from services.worker.gate import Gate
 from services.worker.health import Health
@@ -26,6 +27,7 @@ from services.worker.model import ModelError
 from services.worker.server import InferenceServicer, register
 from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
+from services.worker.steering import Steering
 from trimtab.errors import EngineDead
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
@@ -105,7 +107,8 @@ async def compose(s: WorkerSettings) -> Worker:
     keeper = PolicyKeeper(node, obedience(engine, gate), state / f"policy-{s.node_id}.json")
     await keeper.start()
     metrics = WorkerMetrics(engine.model)
-    serving = Serving(s.node_id, engine, gate, keeper, metrics)
+    steering = Steering(engine, gate)
+    serving = Serving(s.node_id, engine, gate, keeper, metrics, steering)
     stopping = asyncio.Event()
     health = Health(engine, lambda: serving.draining, stopping.set)
     metrics.watch(
@@ -113,9 +116,10 @@ async def compose(s: WorkerSettings) -> Worker:
         engine.limits,
         lambda: engine.pulse().step_no,
         lambda: health.state is NodeState.SERVING,
+        engine.stats,
     )
     host = s.listen.rsplit(":", 1)[0]
-    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics)
+    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics, Commands(steering))
     servicer = InferenceServicer(serving, gate, lambda: engine.pulse().step_no, engine.limits.max_model_len)
     register(server, servicer, health.servicer)
     return Worker(s, engine, serving, health, metrics, server, membership, stopping)

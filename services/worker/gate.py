@@ -1,29 +1,34 @@
-"""The worker's one queue: ordered by `scheduling.key`, bounded, and the only way to the engine.
+"""The worker's one queue: ordered by `scheduling.order_ms`, bounded, and the only way to the engine.
 
-The engine gets no more than its running set and a few steps' supply; everybody else waits here, where order can still change.
+The engine gets no more than may run and a few steps' supply, of each workload; everybody else waits here, where order can still change.
 Invariant: a place is held from `enter` to `leave`, whatever happens between.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from trimtab import scheduling
 from trimtab.errors import QueueFull
 from trimtab.messages import Workload
-from trimtab.policy import Policy
+from trimtab.policy import Mode, Policy
+from trimtab.scheduling.line import Line
+from trimtab.snapshot import Limits
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place."""
+    """One request's place. `request_id` is unique within this worker."""
 
+    request_id: str
     workload: Workload
     prompt_tokens: int
-    arrival: int
+    arrival_ms: float
     admitted: asyncio.Future[None] = field(repr=False)
+    delta: int = 0
+    order: float = 0.0
     left: bool = False
 
 
@@ -32,15 +37,14 @@ class Gate:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, int], int, Ticket]] = []
-        self._waiting = dict.fromkeys(Workload, 0)
-        self._handed = 0
-        self._arrivals = 0
+        self._rules = scheduling.Rules.of(policy, Limits())
+        self._lines: dict[Workload, Line[Ticket]] = {w: Line() for w in Workload}
+        self._handed = dict.fromkeys(Workload, 0)
         self._waiting_tokens = 0
 
     @property
     def waiting(self) -> int:
-        return sum(self._waiting.values())
+        return sum(len(line) for line in self._lines.values())
 
     @property
     def waiting_tokens(self) -> int:
@@ -50,31 +54,32 @@ class Gate:
     @property
     def handed(self) -> int:
         """Requests that the engine has been given and that have not left."""
-        return self._handed
+        return sum(self._handed.values())
 
     def room(self, workload: Workload) -> int:
         """Requests of this workload that may still come: into the engine's supply, then into the queue."""
-        free = max(0, scheduling.handover_bound(self._policy) - self._handed - self.waiting)
-        return free + max(0, scheduling.queue_bound(self._policy, workload) - self._waiting[workload])
+        waiting = len(self._lines[workload])
+        free = max(0, self._engine_room(workload) - waiting)
+        return free + max(0, scheduling.queue_bound(self._policy, workload) - waiting)
 
-    def enter(self, workload: Workload, prompt_tokens: int) -> tuple[Ticket, int]:
+    def enter(self, request_id: str, workload: Workload, prompt_tokens: int, arrival_ms: float) -> tuple[Ticket, int]:
         """A place, and how many are ahead of it. QueueFull when this workload's part of the queue is full."""
-        self._arrivals += 1
-        ticket = Ticket(workload, prompt_tokens, self._arrivals, asyncio.get_running_loop().create_future())
-        if self._handed < scheduling.handover_bound(self._policy) and not self.waiting:
-            self._handed += 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(request_id, workload, prompt_tokens, arrival_ms, future)
+        ticket.order = scheduling.order_ms(self._rules, workload, arrival_ms)
+        line = self._lines[workload]
+        if self._engine_room(workload) > 0 and not self._blocks(workload):
+            self._handed[workload] += 1
             ticket.admitted.set_result(None)
             return ticket, 0
         bound = scheduling.queue_bound(self._policy, workload)
-        if self._waiting[workload] >= bound:
+        if len(line) >= bound:
             raise QueueFull(
                 f"{bound} {workload.value} requests wait here already (admission.{workload.value}_queue)",
                 metadata={"workload": workload.value, "bound": str(bound)},
             )
-        place = scheduling.key(workload, ticket.arrival)
-        ahead = sum(1 for k, _, t in self._heap if not t.left and k < place)
-        heapq.heappush(self._heap, (place, ticket.arrival, ticket))
-        self._waiting[workload] += 1
+        ahead = sum(each.ahead(ticket.order, arrival_ms) for each in self._lines.values())
+        line.add(ticket)
         self._waiting_tokens += prompt_tokens
         return ticket, ahead
 
@@ -83,36 +88,50 @@ class Gate:
         if ticket.left:
             return
         ticket.left = True
-        if ticket.admitted.done() and not ticket.admitted.cancelled():
-            self._handed -= 1
-        else:
-            # Its entry stays in the heap until it comes up; it is passed over then.
-            self._waiting[ticket.workload] -= 1
+        if self._lines[ticket.workload].remove(ticket.request_id) is not None:
             self._waiting_tokens -= ticket.prompt_tokens
             ticket.admitted.cancel()
-            self._sweep()
+        else:
+            self._handed[ticket.workload] -= 1
         self._hand_over()
-
-    def _sweep(self) -> None:
-        """Drop the entries of those who left, once they are the most: behind a steady stream of others they would never come up."""
-        if len(self._heap) > 2 * self.waiting + 64:
-            self._heap = [entry for entry in self._heap if not entry[2].left]
-            heapq.heapify(self._heap)
 
     def set_policy(self, policy: Policy) -> None:
-        """New bounds act at once; nobody who waits already is sent away."""
+        """New bounds and order act at once; nobody who waits already is sent away."""
         self._policy = policy
+        self._rules = scheduling.Rules.of(policy, Limits())
+        self.reorder(lambda ticket: None)
         self._hand_over()
 
+    def reorder(self, change: Callable[[Ticket], None]) -> None:
+        """`change` each waiting ticket, such as its delta, and sort anew."""
+        for line in self._lines.values():
+            for ticket in line:
+                change(ticket)
+                ticket.order = scheduling.order_ms(self._rules, ticket.workload, ticket.arrival_ms, ticket.delta)
+            line.resort()
+
+    def _engine_room(self, workload: Workload) -> int:
+        """How many more of this workload the engine may be given."""
+        # In order of arrival there is one queue for all, or a workload with room would overtake the one without.
+        handed = self.handed if self._rules.mode is Mode.FCFS else self._handed[workload]
+        return scheduling.handover_bound(self._policy, workload) - handed
+
+    def _blocks(self, workload: Workload) -> bool:
+        """Whether somebody waits who has to be handed over before a newcomer of this workload."""
+        return bool(self.waiting) if self._rules.mode is Mode.FCFS else bool(self._lines[workload])
+
+    def _heads(self) -> Iterator[Ticket]:
+        for workload, line in self._lines.items():
+            head = line.first()
+            if head is not None and self._engine_room(workload) > 0:
+                yield head
+
     def _hand_over(self) -> None:
-        while self._heap and self._handed < scheduling.handover_bound(self._policy):
-            ticket = heapq.heappop(self._heap)[2]
-            if ticket.left:
-                continue
-            if ticket.admitted.cancelled():
-                # The waiter was cancelled and its `leave` has not run yet; it counts as waiting until then.
-                continue
-            self._waiting[ticket.workload] -= 1
+        while (ticket := min(self._heads(), key=lambda t: (t.order, t.arrival_ms), default=None)) is not None:
+            self._lines[ticket.workload].remove(ticket.request_id)
             self._waiting_tokens -= ticket.prompt_tokens
-            self._handed += 1
+            self._handed[ticket.workload] += 1
+            if ticket.admitted.done():
+                # The waiter was cancelled or released and its `leave` has not run yet; that gives the place back.
+                continue
             ticket.admitted.set_result(None)

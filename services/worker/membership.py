@@ -7,6 +7,7 @@ import uuid
 from importlib.metadata import version
 
 from services.control import ControlLink, PolicyKeeper
+from services.worker.commands import Commands
 from services.worker.engines import Engine
 from services.worker.health import Health
 from services.worker.metrics import WorkerMetrics
@@ -35,6 +36,7 @@ class Membership:
         serving: Serving,
         health: Health,
         metrics: WorkerMetrics,
+        commands: Commands,
     ) -> None:
         self._settings = settings
         self._address = address
@@ -44,7 +46,9 @@ class Membership:
         self._health = health
         self._metrics = metrics
         self._incarnation = uuid.uuid4().hex
-        self._link = ControlLink(settings.control, self._hello, self._report, on_push=keeper.on_push)
+        self._link = ControlLink(
+            settings.control, self._hello, self._report, on_push=keeper.on_push, on_command=commands.obey
+        )
 
     async def run(self) -> None:
         """For the life of the process."""
@@ -76,10 +80,14 @@ class Membership:
             pid=os.getpid(),
         )
 
+    def _scheduler_counters(self) -> dict[str, int]:
+        """Running totals and high-water marks of the scheduler, under its own prefix."""
+        return {f"scheduler_{k}": int(v) for k, v in self._engine.stats().items() if not k.startswith("step_")}
+
     def _report(self) -> control_pb2.Report:
         return control_pb2.Report(
             state=codec.encode_state(self._health.state),
             load=codec.encode_load(self._serving.load),
             steps=self._engine.pulse().step_no,
-            counters=self._metrics.counters,
+            counters={**self._metrics.counters, **self._scheduler_counters()},
         )

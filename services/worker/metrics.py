@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from trimtab.messages import Load, Timings
+from trimtab.scheduling import STATS
 from trimtab.snapshot import Limits
 
+_NOW = frozenset(name for name in STATS if name.startswith("step_") or "max_" in name)
+"""Statistics that are no running totals."""
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -49,10 +52,31 @@ class WorkerMetrics:
         self.counters["output_tokens"] += output_tokens
 
     def watch(
-        self, load: Callable[[], Load], limits: Limits, steps: Callable[[], int], serving: Callable[[], bool]
+        self,
+        load: Callable[[], Load],
+        limits: Limits,
+        steps: Callable[[], int],
+        serving: Callable[[], bool],
+        scheduler: Callable[[], Mapping[str, float]],
     ) -> None:
         """Gauges are read when they are scraped, so they are never stale."""
         self.registry.register(_Gauges(self._model, load, limits, steps, serving))
+        self.registry.register(_Scheduler(scheduler))
+
+
+class _Scheduler(Collector):
+    """The scheduler's statistics as they are now (`scheduling.STATS`), each under its own name."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._stats().items():
+            text = f"The scheduler's {name.replace('_', ' ')}"
+            if name in _NOW:
+                yield GaugeMetricFamily(f"trimtab_scheduler_{name}", text, value=value)
+            else:
+                yield CounterMetricFamily(f"trimtab_scheduler_{name}", text, value=value)
 
 
 class _Gauges(Collector):

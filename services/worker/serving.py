@@ -22,10 +22,11 @@ from services.control import PolicyKeeper
 from services.worker.engines import ChatRefused, Engine, Job, Stamps
 from services.worker.gate import Gate
 from services.worker.metrics import WorkerMetrics
+from services.worker.steering import Held, Steering, released
 from services.worker.text import TextAssembler
 from trimtab import messages as m
 from trimtab import validation
-from trimtab.errors import Draining, EngineDead, InvalidRequest, ModelNotFound, ResumeRefused, TrimtabError
+from trimtab.errors import Draining, EngineDead, EngineFault, InvalidRequest, ModelNotFound, ResumeRefused, TrimtabError
 from trimtab.kit import telemetry
 
 log = structlog.get_logger(__name__)
@@ -64,13 +65,20 @@ class Serving:
     """The worker's core. Belongs to one event loop."""
 
     def __init__(
-        self, worker_id: str, engine: Engine, gate: Gate, keeper: PolicyKeeper, metrics: WorkerMetrics
+        self,
+        worker_id: str,
+        engine: Engine,
+        gate: Gate,
+        keeper: PolicyKeeper,
+        metrics: WorkerMetrics,
+        steering: Steering,
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._gate = gate
         self._keeper = keeper
         self._metrics = metrics
+        self._steering = steering
         self._jobs = 0
         self.draining = False
         self.unfinished = 0
@@ -132,25 +140,46 @@ class Serving:
             )
         validation.check(request)
         prompt = await self._tokenise(request.prompt)
-        job, text = self._job(request, prompt)
+        job, text = self._job(request, prompt, arrival)
         self._engine.check(job)
+        validation.check_isolation(self._keeper.resolved.policy, len(prompt), job.tenant)
         progress.prompt_tokens = len(prompt)
-        workload = job.workload
-        ticket, position = self._gate.enter(workload, len(job.token_ids))
+        with self._steering.hold(request.request_id, job) as held:
+            # Each is closed with the one outside it: gate and engine are free at once, not when an iterator is dropped.
+            async with aclosing(self._admitted(request, held, text, arrival, progress)) as events:
+                async for event in events:
+                    yield event
+
+    async def _admitted(
+        self, request: m.Request, held: Held, text: TextAssembler, arrival: float, progress: Progress
+    ) -> AsyncGenerator[m.Event, None]:
+        """From the place in the queue on."""
+        job = held.job
+        ticket, position = self._gate.enter(job.request_id, job.workload, len(job.token_ids), job.arrival_ms)
+        held.ticket = ticket
         try:
             yield m.Accepted(
                 request_id=request.request_id,
                 worker_id=self._worker_id,
                 policy=self._keeper.held,
                 queue_position=position,
-                prompt_tokens=len(prompt),
-                prompt_digest=prompt_digest(prompt),
+                prompt_tokens=progress.prompt_tokens,
+                prompt_digest=prompt_digest(job.token_ids[: progress.prompt_tokens]),
                 resumable=resumable(request.sampling),
                 model=self._engine.model,
             )
             await ticket.admitted
-            async for event in self._generate(request, job, text, arrival, progress):
-                yield event
+            if held.released:
+                # Between the gate and the engine, where nobody else can tell it.
+                raise released()
+            job = replace(job, delta=held.delta, isolated=held.isolated)
+            async with aclosing(self._generate(request, job, text, arrival, progress)) as events:
+                async for event in events:
+                    yield event
+        except EngineFault:
+            if held.released:
+                raise released() from None
+            raise
         finally:
             self._gate.leave(ticket)
 
@@ -170,7 +199,7 @@ class Serving:
         except ChatRefused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}") from e
 
-    def _job(self, request: m.Request, prompt: tuple[int, ...]) -> tuple[Job, TextAssembler]:
+    def _job(self, request: m.Request, prompt: tuple[int, ...], arrival: float) -> tuple[Job, TextAssembler]:
         s, engine, resume = request.sampling, self._engine, request.resume
         budget = validation.check_tokens(
             prompt, s, max_model_len=engine.limits.max_model_len, vocab_size=engine.tokenizer.vocab_size
@@ -201,6 +230,8 @@ class Serving:
             s,
             request.workload or m.Workload.REALTIME,
             delivered=len(delivered),
+            arrival_ms=arrival * 1000.0,
+            tenant=request.tenant,
         )
         return job, text
 

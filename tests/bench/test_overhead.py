@@ -25,7 +25,7 @@ CONCURRENCIES = (1, 8, 32)
 @pytest.fixture(autouse=True)
 def _no_engine_and_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "_vllm", lambda: "0.0")
-    monkeypatch.setattr(overhead, "_model", lambda name: f"/models/{name}")
+    monkeypatch.setattr(overhead, "model_path", lambda name: f"/models/{name}")
     monkeypatch.setattr(turns, "QUIET_POLL_S", 0.001)
     monkeypatch.setattr(turns, "QUIET_LIMIT_S", 0.0)
     monkeypatch.setattr(figures, "bootstrap", partial(bootstrap, resamples=50))

@@ -29,9 +29,11 @@ PATIENCE_S = 5.0
 ROOMY = Limits(max_num_seqs=64, max_step_tokens=8192)
 NONE = Identity()
 
+Obeys = Callable[[control_pb2.Command], control_pb2.CommandResult | None]
+
 
 class FakeNode:
-    """Takes pushes as a worker does. While `ready` is not set, an apply hangs."""
+    """Takes pushes as a worker does, and commands as `obeys` says. While `ready` is not set, both hang."""
 
     def __init__(
         self,
@@ -52,11 +54,19 @@ class FakeNode:
         self.ready = asyncio.Event()
         self.ready.set()
         self.state = NodeState.SERVING
+        self.obeys: Obeys = lambda command: None
+        self.commands: Watch[tuple[control_pb2.Command, ...]] = Watch(())
         self._role = role
         self._incarnation = incarnation
         self._task: asyncio.Task[None] | None = None
         self.link = ControlLink(
-            [address], self._hello, self._report, on_push=self._on_push, on_fleet=self.views.set, report_interval_s=0.1
+            [address],
+            self._hello,
+            self._report,
+            on_push=self._on_push,
+            on_fleet=self.views.set,
+            on_command=self._on_command,
+            report_interval_s=0.1,
         )
 
     def _hello(self) -> control_pb2.Hello:
@@ -80,6 +90,11 @@ class FakeNode:
         self.active.append(resolved.policy.batch.active)
         self.held.set(snapshot.identity)
         return control_pb2.PolicyResult(applied=control_pb2.PolicyApplied(step_no=1, apply_ms=0.5))
+
+    async def _on_command(self, command: control_pb2.Command) -> control_pb2.CommandResult | None:
+        self.commands.set((*self.commands.value, command))
+        await self.ready.wait()
+        return self.obeys(command)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self.link.run())

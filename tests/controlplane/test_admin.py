@@ -15,7 +15,7 @@ from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
 from trimtab.client import Unreachable
 from trimtab.errors import TrimtabError
 from trimtab.kit.process import free_port
-from trimtab.policy import FIELDS
+from trimtab.policy import FIELDS, text
 from trimtab.snapshot import Limits
 from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
@@ -129,6 +129,8 @@ async def test_a_dry_run_answers_as_a_write_would_and_writes_nothing(mesh: Mesh)
         (admin_pb2.SetPolicyRequest(fields={"batch.active": "8"}, author="a", reason="x" * 2001), "reason"),
         (admin_pb2.SetPolicyRequest(fields={"batch.active": "8"}, author="a", reason="two\nlines"), "reason"),
         (admin_pb2.SetPolicyRequest(fields={"batch.active": "8" * 101}, author="a"), "fields"),
+        (admin_pb2.SetPolicyRequest(fields={"isolate.tenants": "a" * 10_001}, author="a"), "fields"),
+        (admin_pb2.SetPolicyRequest(fields={"isolate.tenants": "a\n"}, author="a"), "fields"),
     ],
 )
 async def test_a_change_without_fields_or_author_is_the_callers_fault(
@@ -139,6 +141,17 @@ async def test_a_change_without_fields_or_author_is_the_callers_fault(
         await mesh.admin._ask(call)
     assert caught.value.reason == "INVALID_REQUEST"
     assert [v.field for v in caught.value.violations] == [field]
+
+
+async def test_a_list_may_be_longer_than_other_values(mesh: Mesh) -> None:
+    names = [f"customer-{i}" for i in range(500)]
+    await mesh.admin.set_policy({"isolate.tenants": ",".join(names)}, author="ada")
+    assert list((await mesh.admin.get_policy()).effective.isolate.tenants.names) == names
+
+
+async def test_all_fields_may_be_set_at_once(mesh: Mesh) -> None:
+    everything = {path: text(f.default) for path, f in FIELDS.items()}
+    assert len((await mesh.admin.set_policy(everything, author="ada")).changes) == len(FIELDS)
 
 
 async def test_a_node_nobody_knows_is_named_with_those_known(mesh: Mesh) -> None:

@@ -13,9 +13,12 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
+from controlplane import render
+from controlplane.admin.client import AdminClient
 from controlplane.cli import fleet, policy
 from tests.controlplane.mesh import FakeNode, Mesh, a_mesh
 from trimtab.kit.process import free_port
+from trimtab.policy import FIELDS
 from trimtab.snapshot import Limits
 
 ROOT = click.Group(commands={"policy": policy, "fleet": fleet})
@@ -50,16 +53,123 @@ async def shell(quiet: None) -> AsyncIterator[Shell]:
         yield Shell(mesh)
 
 
+SET_ALL_KINDS = (
+    *("batch.active=8", "preemption.mode=none", "memory.pressure_threshold=0.9", "isolate.tenants=acme, globex"),
+    "priority.batch_delta=-1",
+)
+
+
 async def test_get_shows_value_unit_source_and_doc_in_80_columns(shell: Shell) -> None:
+    await shell("policy", "set", *SET_ALL_KINDS)
     result = await shell("policy", "get")
     assert result.exit_code == 0
-    assert 'policy 1.1, version 0, by trimtab "first start"' in result.stdout
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("batch.active")]
-    assert line.split()[:4] == ["batch.active", "48", "requests", "default"]
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "policy 1.2, version 1, by " in result.stdout
+    lines = result.stdout.splitlines()
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line[:2] == "  " and line[2] != " "}
+    assert set(shown) == set(FIELDS)
+    assert shown["batch.active"] == "8 requests spec"
+    assert shown["batch.hard_cap"] == "16 requests default"
+    assert shown["preemption.mode"] == "none spec"
+    assert shown["scheduler.mode"] == "trimtab default"
+    assert shown["memory.pressure_threshold"] == "0.9 of the KV cache spec"
+    assert shown["isolate.tenants"] == "acme,globex spec"
+    assert shown["priority.batch_delta"] == "-1 levels spec"
+    doc = lines[next(i for i, line in enumerate(lines) if line.startswith("  batch.active")) + 1]
+    assert doc == "      running requests at most, all workloads"
+    assert max(map(len, lines)) <= 80
+
+
+async def test_fields_stand_together_by_part(shell: Shell) -> None:
+    lines = (await shell("policy", "get")).stdout.splitlines()
+    heads = [line.partition(":")[0] for line in lines[1:] if line and line[0] != " "]
+    assert heads == list(dict.fromkeys(path.split(".")[0] for path in FIELDS))
+    part = ""
+    for line in lines[1:]:
+        part = line.partition(":")[0] if line[:1].strip() else part
+        if line[:2] == "  " and line[2] != " ":
+            assert line.split()[0].startswith(f"{part}.")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+async def test_get_uses_the_terminal_between_80_and_120_columns(
+    shell: Shell, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    await shell("policy", "set", f"isolate.tenants={','.join(f'customer-{i}' for i in range(40))}")
+    widest = max(map(len, (await shell("policy", "get")).stdout.splitlines()))
+    allowed = max(80, min(120, columns))
+    assert allowed - 20 < widest <= allowed
+
+
+async def test_an_empty_list_is_a_dash_and_nothing_clears_one(shell: Shell) -> None:
+    result = await shell("policy", "set", "isolate.tenants=acme")
+    assert "isolate.tenants: - (default) → acme" in result.stdout
+    result = await shell("policy", "set", "isolate.tenants=")
+    assert (result.exit_code, "isolate.tenants: acme → -\n" in result.stdout) == (0, True)
+    shown = await shell("policy", "get", "isolate.tenants")
+    assert [line.split()[1:] for line in shown.stdout.splitlines() if "isolate.tenants" in line] == [["-", "spec"]]
+
+
+async def test_json_has_values_of_their_kind_with_bounds_and_choices(shell: Shell) -> None:
+    await shell("policy", "set", *SET_ALL_KINDS)
+    answer = await shell.json("policy", "get")
+    assert list(answer["fields"]) == list(FIELDS)
+    said = answer["fields"]
+    names = ("kind", "value", "default", "minimum", "maximum", "choices")
+    assert [tuple(said[path][name] for name in names) for path in (s.partition("=")[0] for s in SET_ALL_KINDS)] == [
+        ("whole", 8, 48, 1, 4096, None),
+        ("choice", "none", "conservative", None, None, ["none", "conservative", "aggressive"]),
+        ("fraction", 0.9, 0.85, 0.0, 1.0, None),
+        ("names", ["acme", "globex"], [], None, None, None),
+        ("whole", -1, 0, -2, 2, None),
+    ]
     one = await shell.json("policy", "get", "batch.active")
-    assert list(one["fields"]) == ["batch.active"]
-    assert (one["fields"]["batch.active"]["value"], one["identity"]["revision"]) == (48, 1)
+    assert (list(one["fields"]), one["identity"]["revision"]) == (["batch.active"], 2)
+    facts = {"unit", "source", "inactive", "hot", "doc"}
+    assert set(one["fields"]["batch.active"]) == {*names, *facts}
+
+
+async def test_thresholds_beyond_a_workers_window_are_inactive(shell: Shell) -> None:
+    await shell.mesh.nodes[0].stop()
+    await shell.mesh.until(lambda fleet: not fleet["w0"].connected)
+    for name, window in (("w1", 4096), ("w2", 8192)):
+        node = FakeNode(shell.mesh.address, name, limits=Limits(64, 8192, window))
+        await shell.mesh.start_node(node).holds(1, 1)
+
+    async def inactive(*words: str) -> list[str]:
+        fields = (await shell.json("policy", "get", *words))["fields"]
+        return [path for path, f in fields.items() if f["inactive"]]
+
+    assert await inactive("--node", "w1") == ["paths.hot_below", "serial.above", "isolate.from_tokens"]
+    assert await inactive("--node", "w2") == ["serial.above", "isolate.from_tokens"]
+    assert await inactive() == ["serial.above", "isolate.from_tokens"], "what no connected worker acts on"
+    result = await shell("policy", "get", "--node", "w1")
+    assert "paths.hot_below 4096 tokens default; inactive: beyond the window" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+async def test_what_a_control_plane_of_another_build_does_not_say_is_unknown(shell: Shell) -> None:
+    answer = await shell.mesh.admin.get_policy()
+    answer.effective.ClearField("memory")
+    del answer.sources["memory.pressure_threshold"]
+    fields = [FIELDS["memory.pressure_threshold"]]
+    assert "  memory.pressure_threshold  ?  this control plane does not know it" in render.policy_text(answer, fields)
+    assert render.policy_json(answer, fields)["fields"]["memory.pressure_threshold"]["value"] is None
+
+
+async def test_a_word_of_a_newer_control_plane_is_an_error_that_says_so(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = await shell.mesh.admin.get_policy()
+    answer.effective.preemption.mode = 77  # type: ignore[assignment]
+
+    async def newer(self: AdminClient, node_id: str = "") -> object:
+        return answer
+
+    monkeypatch.setattr(AdminClient, "get_policy", newer)
+    result = await shell("policy", "get")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "preemption.mode holds a word that this build does not know" in result.stderr
 
 
 async def test_set_says_what_changed_and_who_applied_it(shell: Shell) -> None:
@@ -70,8 +180,63 @@ async def test_set_says_what_changed_and_who_applied_it(shell: Shell) -> None:
     again = await shell("policy", "set", "batch.active=8")
     assert (again.exit_code, "nothing to change" in again.stdout) == (0, True)
     answer = await shell.json("policy", "set", "batch.active=default")
-    assert answer["changes"] == [{"field": "batch.active", "before": "8", "after": "default"}]
+    assert answer["changes"] == [{"field": "batch.active", "before": 8, "after": None}]
     assert [(n["node_id"], n["answer"]) for n in answer["nodes"]] == [("w0", "applied")]
+
+
+async def test_every_kind_of_field_is_set_and_shown_in_the_history(shell: Shell) -> None:
+    result = await shell("policy", "set", *SET_ALL_KINDS)
+    expected = [
+        "batch.active: 48 (default) → 8",
+        "isolate.tenants: - (default) → acme,globex",
+        "preemption.mode: conservative (default) → none",
+        "priority.batch_delta: 0 (default) → -1",
+        "memory.pressure_threshold: 0.85 (default) → 0.9",
+    ]
+    assert (result.exit_code, [x.strip() for x in result.stdout.splitlines() if "→" in x]) == (0, expected)
+    history = await shell("policy", "history")
+    assert [x.strip() for x in history.stdout.splitlines() if "→" in x] == expected
+    newest = (await shell.json("policy", "history"))[0]
+    assert [(c["before"], c["after"]) for c in newest["changes"]] == [
+        (None, 8),
+        (None, ["acme", "globex"]),
+        (None, "none"),
+        (None, -1),
+        (None, 0.9),
+    ]
+
+
+async def test_a_tenant_called_default_can_be_named_and_is_not_taken_for_the_word(shell: Shell) -> None:
+    result = await shell("policy", "set", "isolate.tenants=default,")
+    assert "isolate.tenants: - (default) → default," in result.stdout
+    assert (await shell.json("policy", "get", "isolate.tenants"))["fields"]["isolate.tenants"]["value"] == ["default"]
+    assert (await shell.json("policy", "history"))[0]["changes"][0]["after"] == ["default"]
+    await shell("policy", "set", "isolate.tenants=default")
+    assert (await shell.json("policy", "get", "isolate.tenants"))["fields"]["isolate.tenants"]["source"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("preemption.mode=agressive", "did you mean aggressive?"),
+        ("preemption.mode=xyz", "must be one of none, conservative, aggressive, not 'xyz'"),
+        ("memory.pressure_threshold=85", "must be between 0 and 1 of the KV cache, not 85"),
+        ("memory.pressure_threshold=85%", "must be a number from 0 to 1 of the KV cache, not '85%'"),
+        ("priority.batch_delta=3", "must be between -2 and 2 levels, not 3"),
+        ("isolate.tenant=acme", "did you mean isolate.tenants?"),
+        ("batch.active=32.5", "must be a whole number of requests, not '32.5'"),
+    ],
+)
+async def test_a_refusal_names_field_bound_and_unit(shell: Shell, assignment: str, says: str) -> None:
+    result = await shell("policy", "set", assignment)
+    assert (result.exit_code, assignment.partition("=")[0] in result.stderr, says in result.stderr) == (4, True, True)
+
+
+async def test_a_long_refusal_wraps_in_the_history(shell: Shell) -> None:
+    await shell("policy", "set", "preemption.mode=agressive", "--author", "ada")
+    lines = (await shell("policy", "history")).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "did you mean aggressive?" in " ".join(line.strip() for line in lines)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "text", "65"])
@@ -117,6 +282,9 @@ async def test_a_worker_that_does_not_answer_in_time_makes_it_partial(shell: She
     [
         ("policy", "set", "batch.active"),
         ("policy", "set", "batch.active="),
+        ("policy", "set", "preemption.mode="),
+        ("policy", "set", "isolate.tenants"),
+        ("policy", "set", "isolate.tenant="),
         ("policy", "set", "batch.active=1", "batch.active=2"),
         ("policy", "set"),
         ("policy", "get", "batch.activ"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from controlplane.spec import change
+from controlplane.spec import change, shown
 from trimtab.errors import PolicyRefused
-from trimtab.policy import FIELDS, POLICY_SCHEMA, Change
+from trimtab.policy import FIELDS, POLICY_SCHEMA, Change, Value
 from trimtab.snapshot import Document, Limits, Node, Overlay, Pin, Scope
 
 NOW = 1_000
@@ -50,6 +50,32 @@ def test_a_value_that_the_field_cannot_take_is_refused_by_name(text: str) -> Non
     assert caught.value.field == "batch.active"
 
 
+@pytest.mark.parametrize(
+    ("path", "typed", "value"),
+    [
+        ("memory.pressure_threshold", "0.90", 0.9),
+        ("preemption.mode", "None", "none"),
+        ("isolate.tenants", "b, a", ("b", "a")),
+        ("isolate.tenants", "", ()),
+        ("isolate.tenants", "default,", ("default",)),
+        ("priority.realtime_delta", "-2", -2),
+    ],
+)
+def test_every_kind_of_field_is_read_as_people_type_it(path: str, typed: str, value: Value) -> None:
+    draft = change(Document({path: FIELDS[path].default, "batch.active": 4}), {path: typed}, (SMALL,), now_unix_ms=NOW)
+    if value == FIELDS[path].default:
+        assert draft.changes == ()
+    else:
+        assert draft.document.base == {"batch.active": 4, path: value}
+        assert draft.changes == (Change(path, FIELDS[path].default, value),)
+        assert draft.document.needs_schema == FIELDS[path].schema
+
+
+def test_a_value_is_shown_as_it_would_be_typed() -> None:
+    values: list[Value | None] = [None, 8, 0.9, "none", (), ("a", "b"), ("default",), ("Default",)]
+    assert [shown(v) for v in values] == ["default", "8", "0.9", "none", "", "a,b", "default,", "Default,"]
+
+
 def test_an_unknown_field_is_refused_also_when_it_is_reset() -> None:
     with pytest.raises(PolicyRefused, match=r"did you mean batch\.active"):
         change(Document(), {"batch.activ": "default"}, (), now_unix_ms=NOW)
@@ -66,6 +92,17 @@ def test_a_field_newer_than_a_connected_node_is_refused() -> None:
     with pytest.raises(PolicyRefused) as caught:
         change(Document(), {"admission.engine_queue": "2"}, (Node("old", policy_schema=1),), now_unix_ms=NOW)
     assert caught.value.cause == "SCHEMA_TOO_OLD"
+
+
+def test_an_old_node_bars_new_fields_of_every_kind_and_takes_old_ones() -> None:
+    old = Node("old", policy_schema=5)
+    for typed in ({"preemption.mode": "none"}, {"memory.pressure_threshold": "0.9"}, {"isolate.tenants": "acme"}):
+        with pytest.raises(PolicyRefused, match="upgrade the node") as caught:
+            change(Document(), typed, (old,), now_unix_ms=NOW)
+        assert (caught.value.cause, caught.value.node) == ("SCHEMA_TOO_OLD", "old")
+    assert change(Document(), {"batch.active": "8"}, (old,), now_unix_ms=NOW).changes
+    same = {"preemption.mode": "conservative", "isolate.tenants": ""}
+    assert change(Document(), same, (old,), now_unix_ms=NOW).document.needs_schema == 0
 
 
 def test_a_node_that_refuses_already_does_not_block_changes_that_are_not_to_blame() -> None:

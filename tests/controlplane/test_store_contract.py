@@ -21,7 +21,13 @@ from trimtab.kit.process import free_port
 from trimtab.policy import Change
 from trimtab.snapshot import Document, Identity
 
-CHANGE = Change("batch.active", None, 8)
+CHANGES = (
+    Change("batch.active", None, 8),
+    Change("isolate.tenants", ("acme", "ünï"), ()),
+    Change("preemption.mode", "none", None),
+    Change("memory.pressure_threshold", 0.85, 0.1),
+)
+"""One of every kind of field."""
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -36,7 +42,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[PolicyStore]:
 
 def a_stored(epoch: int = 1, revision: int = 1, version: int = 0, active: int = 8, **more: Any) -> Stored:
     snapshot = a_snapshot(epoch, revision, batch__active=active)
-    return Stored(snapshot, version, "ada", "because: ünicode", 1_700_000_000_000, (CHANGE,), "00-ab-cd-01", **more)
+    return Stored(snapshot, version, "ada", "because: ünicode", 1_700_000_000_000, CHANGES, "00-ab-cd-01", **more)
 
 
 def a_write(stored: Stored, upon: Stored | None = None, expect: int | None = None) -> Write:
@@ -108,7 +114,7 @@ async def test_history_is_newest_first_with_refused_attempts_in_it(store: Policy
     await store.put(a_write(a_stored(1, 2, 1), first))
     newest, attempt, oldest = await store.history(10)
     assert newest.identity.revision == 2
-    assert newest.changes == (CHANGE,)
+    assert newest.changes == CHANGES
     assert attempt == refused
     assert (oldest.author, oldest.reason) == ("ada", "because: ünicode")
     assert await store.history(1) == [newest]

@@ -7,11 +7,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +15,19 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.mesh import GONE_WITHIN_S, environment, gone, up
 from trimtab.client import Client
 from trimtab.errors import TrimtabError
-from trimtab.kit.process import free_port
 from trimtab.messages import Delta, Finish, Request, Sampling
 
-GONE_WITHIN_S = 8.0
-
-
-@dataclass
-class Mesh:
-    """One running `trimtab up --json`."""
-
-    process: subprocess.Popen[str]
-    env: dict[str, str]
-    events: list[dict[str, Any]]
-
-    def until(self, event: str) -> dict[str, Any]:
-        """The next event of this kind; pytest's timeout bounds the wait."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-            if self.events[-1].get("event") == event:
-                return self.events[-1]
-        raise AssertionError(f"`up` ended without {event}: {self.events[-3:]}")
-
-    def verb(self, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "trimtab_cli", *args],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-
-    def family(self) -> list[psutil.Process]:
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-
-
-def environment(state: Path) -> dict[str, str]:
-    """Its own state and ports, so that it meets no other mesh on this machine."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TRIMTAB_")}
-    ports = {
-        name: f"127.0.0.1:{free_port()}"
-        for name in ("GATEWAY_LISTEN", "GATEWAY_HTTP", "CONTROL_LISTEN", "CONTROL_METRICS", "WORKER_LISTEN")
-    }
-    ports["WORKER_METRICS"] = f"127.0.0.1:{free_port()}"
-    return {**env, "TRIMTAB_STATE_DIR": str(state), **{f"TRIMTAB_{k}": v for k, v in ports.items()}}
-
-
-@contextmanager
-def up(env: dict[str, str], *args: str) -> Iterator[Mesh]:
-    """Started without a terminal and with stdin closed."""
-    command = [sys.executable, "-m", "trimtab_cli", "up", "--engine", "simulated", "--json", *args]
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *command],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    mesh = Mesh(process, env, [])
-    try:
-        yield mesh
-    finally:
-        if process.poll() is None:
-            family = mesh.family()
-            process.kill()
-            psutil.wait_procs(family, timeout=GONE_WITHIN_S)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def gone(family: list[psutil.Process]) -> bool:
-    return psutil.wait_procs(family, timeout=GONE_WITHIN_S)[1] == []
+ONE_OF_EACH_KIND: dict[str, tuple[str, Any]] = {
+    "batch.active": ("5", 5),
+    "preemption.mode": ("none", "none"),
+    "memory.pressure_threshold": ("0.9", 0.9),
+    "isolate.tenants": ("acme,globex", ["acme", "globex"]),
+    "priority.batch_delta": ("-1", -1),
+}
+"""As typed, and as a program reads it."""
 
 
 def test_up_answers_on_every_door_and_drains(tmp_path: Path) -> None:
@@ -166,7 +98,8 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
     env = environment(tmp_path)
     with up(env, "--no-prompt") as mesh:
         mesh.until("ready")
-        assert mesh.verb("policy", "set", "batch.active=5").returncode == 0
+        done = mesh.verb("policy", "set", *(f"{path}={typed}" for path, (typed, _) in ONE_OF_EACH_KIND.items()))
+        assert done.returncode == 0, done.stderr
         family = mesh.family()
         mesh.process.kill()
         assert gone(family)
@@ -175,8 +108,13 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
     assert shown.returncode == 3 or str(tmp_path) not in shown.stdout, "a dead mesh's run.json counts for nothing"
     with up(env, "--no-prompt") as mesh:
         ready = mesh.until("ready")
-        shown = mesh.verb("policy", "get", "--json")
-        assert json.loads(shown.stdout)["fields"]["batch.active"]["value"] == 5
+        fields = json.loads(mesh.verb("policy", "get", "--json", "--node", "w0").stdout)["fields"]
+        assert {path: fields[path]["value"] for path in ONE_OF_EACH_KIND} == {
+            path: value for path, (_, value) in ONE_OF_EACH_KIND.items()
+        }
+        assert mesh.verb("policy", "set", "isolate.tenants=").returncode == 0
+        newest = json.loads(mesh.verb("policy", "history", "--json").stdout)[0]
+        assert newest["changes"] == [{"field": "isolate.tenants", "before": ["acme", "globex"], "after": []}]
         family = mesh.family()
 
         async def cut_by_the_second_signal() -> None:

@@ -11,7 +11,17 @@ import pytest
 from tests.gateway.builders import a_request, read, until
 from tests.gateway.fake_worker import Running, hang, hello_world
 from trimtab import messages as m
-from trimtab.errors import Draining, EngineDead, Internal, Outcome, QueueFull, SlowReader, StreamCut, TrimtabError
+from trimtab.errors import (
+    Draining,
+    EngineDead,
+    Internal,
+    Outcome,
+    QueueFull,
+    SlowReader,
+    StreamCut,
+    TrimtabError,
+    WrongPool,
+)
 
 
 async def two_tokens_then_hang(r: Running) -> None:
@@ -43,7 +53,7 @@ def first_then_other(start_worker, start_gateway):
     return start
 
 
-@pytest.mark.parametrize("error", [EngineDead("gone"), Draining("leaving"), Internal("odd")])
+@pytest.mark.parametrize("error", [EngineDead("gone"), Draining("leaving"), Internal("odd"), WrongPool("isolated")])
 async def test_a_fault_before_the_first_token_is_retried_elsewhere(first_then_other, client_of, error):
     first, second, gateway = await first_then_other(failing(error))
     events = [e async for e in client_of(gateway).generate(a_request(request_id="r"))]
@@ -104,6 +114,12 @@ async def test_a_killed_worker_after_two_tokens_cuts_the_stream_with_the_count(f
 async def test_the_last_fault_is_told_when_nobody_else_is_there(start_worker, start_gateway, client_of):
     gateway = await start_gateway(await start_worker(script=failing(Draining("leaving"))))
     with pytest.raises(Draining, match="leaving"):
+        await client_of(gateway).complete(a_request())
+
+
+async def test_a_request_that_no_pool_takes_ends_as_the_last_worker_said(start_worker, start_gateway, client_of):
+    gateway = await start_gateway(await start_worker(script=failing(WrongPool("prompt is 70000 tokens long"))))
+    with pytest.raises(WrongPool, match="70000 tokens"):
         await client_of(gateway).complete(a_request())
 
 

@@ -239,17 +239,19 @@ async def test_models_are_those_of_the_workers(start_worker, start_gateway, clie
     assert [(x.name, x.max_model_len) for x in await client.models()] == [("b", 4096), ("m", 4096)]
 
 
+@pytest.mark.parametrize(
+    ("workload", "bound"), [(m.Workload.REALTIME, 48 + 8 + 256), (m.Workload.BATCH, 16 + 8 + 4096)]
+)
 async def test_requests_beyond_the_bound_that_no_worker_has_accepted_are_refused(
-    start_worker, start_gateway, client_of
+    start_worker, start_gateway, client_of, workload, bound
 ):
     async def never(_: Running) -> None:
         await asyncio.Event().wait()
 
     worker = await start_worker(script=never)
     gateway = await start_gateway(worker)
-    bound = 48 + 8 + 256
-    gateway.admission.unaccepted[m.Workload.REALTIME] = bound
+    gateway.admission.unaccepted[workload] = bound
     with pytest.raises(QueueFull) as caught:
-        await client_of(gateway).complete(a_request())
-    assert caught.value.metadata == {"bound": str(bound), "workload": "realtime"}
-    gateway.admission.unaccepted[m.Workload.REALTIME] = 0
+        await client_of(gateway).complete(a_request(workload=workload))
+    assert caught.value.metadata == {"bound": str(bound), "workload": workload.value}
+    gateway.admission.unaccepted[workload] = 0

@@ -18,7 +18,20 @@ u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 f32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 identities = st.builds(s.Identity, u64, u64, st.binary(min_size=32, max_size=32))
-partials = st.fixed_dictionaries({}, optional={k: st.integers(f.minimum, f.maximum) for k, f in p.FIELDS.items()})
+names = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"], exclude_characters=","), min_size=1)
+
+
+def value_of(f):
+    """Any value that the field takes."""
+    return {
+        p.Kind.WHOLE: st.integers(f.minimum, f.maximum),
+        p.Kind.FRACTION: st.floats(f.minimum, f.maximum) if f.numeric else st.nothing(),
+        p.Kind.CHOICE: st.sampled_from(f.choices or ("",)),
+        p.Kind.NAMES: st.lists(names, max_size=3, unique=True).map(tuple),
+    }[f.kind]
+
+
+partials = st.fixed_dictionaries({}, optional={path: value_of(f) for path, f in p.FIELDS.items()})
 scopes = st.one_of(
     st.just(s.Scope()),
     *(st.builds(s.Scope, st.just(k), st.tuples(text)) for k in (s.ScopeKind.POOL, s.ScopeKind.LABEL, s.ScopeKind.NODE)),
@@ -77,6 +90,13 @@ requests = st.builds(
     slo=st.builds(m.SloTargets, u32, u32),
     resume=st.none() | st.builds(m.Resume, st.lists(u32, max_size=4).map(tuple), u64, u32, st.binary(max_size=32)),
 )
+matches = st.builds(
+    m.RequestMatch,
+    request_ids=st.frozensets(text, max_size=3),
+    workload=st.none() | st.sampled_from(m.Workload),
+    tenant=text,
+    min_prompt_tokens=u32,
+)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 logprobs = st.builds(
     m.TokenLogprobs, f32, st.binary(max_size=4),
@@ -118,6 +138,20 @@ def test_requests_survive(request):
     assert codec.decode_request(inference_pb2.GenerateRequest.FromString(wire)) == request
 
 
+@given(matches)
+@settings(max_examples=60)
+def test_matches_survive(match):
+    wire = codec.encode_match(match).SerializeToString()
+    assert codec.decode_match(control_pb2.RequestMatch.FromString(wire)) == match
+
+
+@pytest.mark.parametrize("newer", [b"\x10\x4d", b"\xfa\x01\x02hi"], ids=["a workload", "a condition"])
+def test_a_match_of_a_newer_build_is_refused_instead_of_widened(newer):
+    wire = codec.encode_match(m.RequestMatch(tenant="t")).SerializeToString()
+    with pytest.raises(InvalidRequest, match="does not know"):
+        codec.decode_match(control_pb2.RequestMatch.FromString(wire + newer))
+
+
 @given(events)
 @settings(max_examples=60)
 def test_events_survive(event):
@@ -148,6 +182,50 @@ def test_bytes_that_do_not_match_their_digest_are_refused():
     with pytest.raises(PolicyRefused) as e:
         codec.decode_snapshot(pb)
     assert e.value.cause == "DIGEST_MISMATCH"
+
+
+@pytest.mark.parametrize("path", sorted(p.FIELDS))
+@given(data=st.data())
+@settings(max_examples=10)
+def test_a_field_survives_with_its_type_and_alone(data, path):
+    value = data.draw(value_of(p.FIELDS[path]))
+    wire = codec.encode_partial({path: value}).SerializeToString()
+    back = codec.decode_partial(policy_pb2.Policy.FromString(wire))
+    assert back == {path: value}
+    assert type(back[path]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("priority.batch_delta", -2),
+        ("memory.pressure_threshold", 0.1),
+        ("isolate.tenants", ()),
+        ("isolate.tenants", ("ünï", "b")),
+        ("prefill.itl_budget_ms", 0),
+    ],
+)
+def test_values_at_the_edge_of_their_wire_type_are_set_and_exact(path, value):
+    wire = codec.encode_partial({path: value}).SerializeToString()
+    assert codec.decode_partial(policy_pb2.Policy.FromString(wire)) == {path: value}
+
+
+@pytest.mark.parametrize("f", [f for f in p.FIELDS.values() if f.choices], ids=lambda f: f.path)
+def test_the_words_on_the_wire_are_the_fields_own(f):
+    numbers = set()
+    for word in f.choices:
+        part, name = f.path.split(".")
+        numbers.add(getattr(getattr(codec.encode_partial({f.path: word}), part), name))
+    assert numbers == set(range(1, len(f.choices) + 1))
+
+
+@pytest.mark.parametrize("number", [0, 77])
+def test_a_word_of_a_newer_build_refuses_the_document_instead_of_meaning_another(number):
+    pb = policy_pb2.PolicyDocument()
+    pb.base.preemption.mode = number
+    with pytest.raises(PolicyRefused, match=rf"preemption\.mode .*number {number}") as e:
+        codec.decode_document(pb.SerializeToString())
+    assert (e.value.cause, e.value.field) == ("UNKNOWN_WORD", "preemption.mode")
 
 
 def test_garbage_is_no_document():

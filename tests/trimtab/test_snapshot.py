@@ -1,9 +1,12 @@
 """What a node makes of a snapshot: order, scopes, folding and refusal."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.trimtab.test_codec import documents
 from trimtab.errors import PolicyRefused
-from trimtab.policy import Policy
+from trimtab.policy import FIELDS, Policy, flatten
 from trimtab.snapshot import (
     Adjustment,
     Document,
@@ -15,6 +18,7 @@ from trimtab.snapshot import (
     Scope,
     ScopeKind,
     Verdict,
+    fold,
     judge,
     resolve,
 )
@@ -107,6 +111,97 @@ def test_a_pinned_field_ignores_adjustments():
         base={"batch.active": 40}, adjustments=(an_adjustment(),), pins=(Pin("batch.active", "ann", "holiday"),)
     )
     assert resolve(document, NODE, now_unix_ms=0).policy.batch.active == 40
+
+
+@pytest.mark.parametrize(
+    ("spec", "factor", "delta", "folded"),
+    [
+        (0.85, 0.5, 0, 0.425),
+        (0.85, None, -1, 0.0),
+        (0.15, None, 1, 0.9),
+        (1.0, 0.1, 0, 0.1),
+        (48, 0.5, 0, 24),
+        (49, 0.5, 0, 24),
+        (-2, 0.5, 0, -1),
+    ],
+)
+def test_fractions_stay_fractions_and_whole_numbers_whole(spec, factor, delta, folded):
+    low, high = (0.0, 0.9 if spec == 0.15 else 1.0) if isinstance(spec, float) else (-2, 4096)
+    result = fold(spec, [an_adjustment(factor=factor, delta=delta)], low, high)
+    assert result == pytest.approx(folded)
+    assert type(result) is type(spec)
+
+
+def test_a_fraction_is_adjusted_on_the_spec_and_says_so():
+    adjustment = an_adjustment(field="memory.pressure_threshold", controller="memory", reason="forecast 0.95")
+    resolved = resolve(Document({"memory.pressure_threshold": 0.9}, adjustments=(adjustment,)), NODE, now_unix_ms=0)
+    assert resolved.policy.memory.pressure_threshold == pytest.approx(0.45)
+    assert resolved.sources["memory.pressure_threshold"] == "spec, 0.9 → 0.45 by memory (forecast 0.95)"
+
+
+@pytest.mark.parametrize("path", ["preemption.mode", "isolate.tenants"])
+def test_words_and_lists_ignore_adjustments(path):
+    moves = (an_adjustment(field=path), an_adjustment(field=path, factor=None, delta=1))
+    resolved = resolve(Document(adjustments=moves), NODE, now_unix_ms=0)
+    assert flatten(resolved.policy)[path] == FIELDS[path].default
+    assert resolved.sources[path] == "default"
+
+
+def test_every_kind_of_field_is_overridden_by_the_narrower_scope():
+    base = {"preemption.mode": "none", "isolate.tenants": ("a", "b"), "memory.pressure_threshold": 0.5}
+    mine = {"preemption.mode": "aggressive", "isolate.tenants": (), "memory.pressure_threshold": 0.0}
+    document = Document(base, overlays=(Overlay("o", Scope(ScopeKind.NODE, ("w0",)), mine),))
+    for node, expected in ((NODE, mine), (Node("w9"), base)):
+        found = flatten(resolve(document, node, now_unix_ms=0).policy)
+        assert {path: found[path] for path in base} == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("preemption.mode", "sometimes", "OUT_OF_RANGE"),
+        ("isolate.tenants", ("a,b",), "OUT_OF_RANGE"),
+        ("memory.pressure_threshold", 1.5, "OUT_OF_RANGE"),
+        ("memory.pressure_threshold", float("nan"), "WRONG_TYPE"),
+        ("priority.batch_delta", -3, "OUT_OF_RANGE"),
+    ],
+)
+def test_a_document_that_holds_what_no_field_takes_is_refused_by_the_node(path, value, reason):
+    with pytest.raises(PolicyRefused) as e:
+        resolve(Document({path: value}), NODE, now_unix_ms=0)
+    assert (e.value.cause, e.value.field) == (reason, path)
+
+
+@pytest.mark.parametrize(
+    ("window", "inactive"),
+    [
+        (0, ()),
+        (131072, ()),
+        (65536, ("isolate.from_tokens",)),
+        (8193, ("isolate.from_tokens",)),
+        (8192, ("serial.above", "isolate.from_tokens")),
+        (4096, ("paths.hot_below", "serial.above", "isolate.from_tokens")),
+    ],
+)
+def test_a_threshold_that_no_prompt_in_the_window_reaches_is_inactive(window, inactive):
+    node = Node("w0", limits=Limits(max_model_len=window))
+    assert resolve(Document(), node, now_unix_ms=0).inactive == inactive
+
+
+@given(documents, st.builds(Limits, *[st.integers(0, 8192)] * 3))
+def test_resolving_gives_a_policy_within_the_engines_limits_or_a_refusal_with_a_reason(document, limits):
+    resolved, cause = None, ""
+    try:
+        resolved = resolve(document, Node("w0", limits=limits), now_unix_ms=0)
+    except PolicyRefused as refusal:
+        cause = refusal.cause
+    if resolved is None:
+        assert cause in {"SCHEMA_TOO_OLD", "ABOVE_ENGINE_LIMIT", "STARVES_DECODES"}
+        return
+    for path, value in flatten(resolved.policy).items():
+        assert FIELDS[path].check(value) == value
+        assert isinstance(value, str | tuple) or value <= (limits.of(FIELDS[path].limit) or value)
+    assert set(resolved.sources) == set(FIELDS)
 
 
 def test_an_empty_document_gives_the_defaults():

@@ -1,13 +1,15 @@
-"""Every vLLM internal that we touch, in one place: an upgrade that changes one fails here first, and says which."""
+"""Every vLLM internal that we touch outside of its scheduler (for that, test_internals_scheduler.py): an upgrade fails here first."""
+
+from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
+from importlib.metadata import entry_points
+from typing import Any
 
-import pytest
 
-
-def assigned_attributes(cls):
+def assigned_attributes(cls: type) -> set[str]:
     """Names that a class's `__init__` sets on self."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__)))
     return {
@@ -17,7 +19,16 @@ def assigned_attributes(cls):
     }
 
 
-def test_the_version_is_one_that_was_tested():
+def text(thing: Any) -> str:
+    """Its source, with every run of white space as one blank."""
+    return " ".join(inspect.getsource(thing).split())
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_version_is_one_that_was_tested() -> None:
     import vllm
 
     from services.worker.engines.vllm import TESTED_VERSIONS
@@ -25,92 +36,120 @@ def test_the_version_is_one_that_was_tested():
     assert vllm.__version__.startswith(TESTED_VERSIONS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "running", "waiting", "kv_holding_waiting", "requests", "block_size", "scheduler_config", "kv_cache_config",
-        "kv_cache_manager", "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens",
-    ],
-)  # fmt: skip
-def test_the_scheduler_has_the_attribute(name):
-    from vllm.v1.core.sched.scheduler import Scheduler
+def test_the_scheduler_is_made_by_name_and_with_keywords() -> None:
+    from vllm.config import VllmConfig
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.engine.core import EngineCore
 
-    assert name in assigned_attributes(Scheduler)
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("schedule", ["self", "throttle_prefills"]),
-        ("update_from_output", ["self", "scheduler_output", "model_runner_output"]),
-        ("add_request", ["self", "request"]),
-        ("finish_requests", ["self", "request_ids", "finished_status"]),
-        ("_preempt_request", None),
-    ],
-)
-def test_the_scheduler_has_the_method(method, parameters):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    found = list(inspect.signature(getattr(Scheduler, method)).parameters)
-    assert parameters is None or found == parameters
+    assert "resolve_obj_by_qualname" in inspect.getsource(SchedulerConfig.get_scheduler_cls), (
+        "any callable may be the class"
+    )
+    assert "self.scheduler: SchedulerInterface = Scheduler( vllm_config=vllm_config," in text(EngineCore.__init__)
+    assert {"max_num_seqs", "max_num_batched_tokens", "async_scheduling"} <= set(SchedulerConfig.__dataclass_fields__)
+    assert "additional_config" in VllmConfig.__dataclass_fields__
 
 
-def test_both_caps_are_read_anew_in_each_step():
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    source = inspect.getsource(Scheduler.schedule)
-    assert "self.max_num_active_reqs" in source
-    assert "token_budget = self.max_num_scheduled_tokens" in source
-
-
-def test_a_utility_call_is_looked_up_on_the_engine_core_between_steps():
+def test_a_utility_call_is_looked_up_on_the_engine_core_between_steps() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     source = inspect.getsource(EngineCoreProc._handle_client_request)
     assert "getattr(self, method_name)" in source
-    assert "self.scheduler" in inspect.getsource(EngineCore.__init__)
+    assert "scheduler" in assigned_attributes(EngineCore)
     # The loop is decorated, so its source is found in the module's.
     source = inspect.getsource(inspect.getmodule(EngineCoreProc))
     loop = source[source.index("    def run_busy_loop(self)") :]
     assert loop.index("self._process_input_queue()") < loop.index("self._process_engine_step()")
 
 
-def test_any_callable_may_be_the_scheduler_class():
-    from vllm.config.scheduler import SchedulerConfig
-
-    assert "resolve_obj_by_qualname" in inspect.getsource(SchedulerConfig.get_scheduler_cls)
-
-
-def test_outputs_carry_what_we_read():
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.v1.metrics.stats import RequestStateStats
-
-    stats = RequestStateStats()
-    for name in ("scheduled_ts", "first_token_ts", "last_token_ts", "num_preemptions"):
-        assert hasattr(stats, name)
-    assert {"outputs", "metrics", "num_cached_tokens"} <= set(inspect.signature(RequestOutput.__init__).parameters)
-    fields = set(CompletionOutput.__dataclass_fields__)
-    assert {"token_ids", "finish_reason", "logprobs"} <= fields
-
-
-def test_the_plug_in_grafts_its_calls():
+def test_the_plug_in_grafts_its_calls_where_vllm_finds_it() -> None:
     from vllm.v1.engine.core import EngineCore
 
     from services.worker.engines import vllm_plugin
 
     vllm_plugin.install()
-    assert callable(EngineCore.trimtab_apply)
-    assert callable(EngineCore.trimtab_facts)
-
-
-def test_the_plug_in_is_installed_as_vllm_finds_it():
-    from importlib.metadata import entry_points
-
+    for call in ("trimtab_apply", "trimtab_steer", "trimtab_facts"):
+        assert callable(getattr(EngineCore, call))
     found = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
     assert found["trimtab"] == "services.worker.engines.vllm_plugin:register"
+    init = text(EngineCore.__init__)
+    assert init.index("load_general_plugins()") < init.index("self.scheduler:"), "before the scheduler is made"
 
 
-def test_our_stat_logger_takes_the_place_of_vllms_own():
+def test_the_front_process_has_the_calls_that_we_make() -> None:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs.engine import tokens_input
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    assert {
+        "model", "scheduler_cls", "scheduling_policy", "additional_config", "enforce_eager", "disable_log_stats",
+        "enable_log_requests", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype",
+    } <= set(AsyncEngineArgs.__dataclass_fields__)  # fmt: skip
+    assert {"engine_args", "stat_loggers"} <= set(parameters(AsyncLLM.from_engine_args))
+    assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
+    assert parameters(AsyncLLM.abort)[:2] == ["self", "request_id"]
+    assert parameters(AsyncLLM.shutdown) == ["self", "timeout"]
+    assert parameters(AsyncMPClient.call_utility_async) == ["self", "method", "args"]
+    assert {"model_config", "renderer", "engine_core"} <= assigned_attributes(AsyncLLM)
+    assert isinstance(AsyncLLM.errored, property) and callable(AsyncLLM.get_num_unfinished_requests)
+    for call in ("get_diff_sampling_param", "try_get_generation_config", "get_vocab_size"):
+        assert parameters(getattr(ModelConfig, call)) == ["self"]
+    assert parameters(BaseRenderer.get_eos_token_id) == ["self"] and "tokenizer" in assigned_attributes(BaseRenderer)
+    assert tokens_input([1, 2])["prompt_token_ids"] == [1, 2]
+
+
+def test_a_request_goes_by_another_id_inside_the_engine() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    assert 'request.request_id = f"{request.external_req_id}-{random_uuid():.8}"' in text(InputProcessor)
+
+
+def test_sampling_parameters_take_what_we_set() -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    assert {
+        "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "logprobs", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs", "extra_args",
+        "detokenize", "output_kind",
+    } <= set(parameters(SamplingParams))  # fmt: skip
+    assert {"json", "json_object", "regex", "choice", "grammar"} <= set(StructuredOutputsParams.__dataclass_fields__)
+    assert RequestOutputKind.DELTA
+
+
+def test_errors_that_we_tell_apart() -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    assert not issubclass(EngineDeadError, ValueError | VLLMValidationError | EngineGenerateError)
+    assert not issubclass(EngineGenerateError, ValueError | VLLMValidationError)
+
+
+def test_vllm_reads_the_environment_that_we_set() -> None:
+    from vllm import envs
+
+    from services.worker.engines import vllm as ours
+
+    assert {n for n in ours.environment(1) if n.startswith("VLLM_")} <= set(envs.environment_variables)
+
+
+def test_outputs_carry_what_we_read() -> None:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    stats = RequestStateStats()
+    for name in ("scheduled_ts", "first_token_ts", "last_token_ts", "num_preemptions"):
+        assert hasattr(stats, name)
+    assert {"outputs", "metrics", "num_cached_tokens"} <= set(parameters(RequestOutput.__init__))
+    assert {"token_ids", "finish_reason", "logprobs"} <= set(CompletionOutput.__dataclass_fields__)
+    assert {"logprob", "rank"} <= set(parameters(Logprob))
+    assert {"stop", "length"} <= set(FINISH_REASON_STRINGS)
+
+
+def test_our_stat_logger_takes_the_place_of_vllms_own() -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from services.worker.engines.vllm_stats import Quiet

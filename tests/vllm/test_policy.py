@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.vllm.client import Client, a_request
+from trimtab.v1 import inference_pb2 as pb
 
 
 async def overlap(mesh):
@@ -20,7 +21,47 @@ async def test_batch_active_is_obeyed_by_the_running_engine(mesh):
     answer = mesh.set_policy("batch.active=8")
     assert await overlap(mesh) is True
     assert mesh.processes["worker"].pid == before
-    assert answer["changes"][0] == {"field": "batch.active", "before": "1", "after": "8"}
+    assert answer["changes"][0] == {"field": "batch.active", "before": 1, "after": 8}
+
+
+async def test_workload_alone_decides_who_goes_first_in_the_engine(mesh):
+    """The same request twice, behind one that holds the only slot: with equal workloads the first come goes first, else REALTIME does."""
+
+    async def order(*workloads):
+        async with Client(mesh.address("gateway")) as client:
+            blocker, _ = await client.begin(a_request(max_tokens=60, workload=pb.WORKLOAD_REALTIME))
+            waiting = []
+            for workload in workloads:
+                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=8, workload=workload))))
+                await asyncio.sleep(0.2)
+            streams = await asyncio.gather(*waiting)
+            blocker.cancel()
+        return streams[0].last < streams[1].first, streams[1].last < streams[0].first
+
+    mesh.set_policy("batch.active=1", "preemption.mode=none")
+    try:
+        assert await order(pb.WORKLOAD_BATCH, pb.WORKLOAD_BATCH) == (True, False)
+        assert await order(pb.WORKLOAD_BATCH, pb.WORKLOAD_REALTIME) == (False, True)
+    finally:
+        mesh.set_policy("batch.active=8", "preemption.mode=default")
+
+
+async def test_a_waiting_realtime_request_takes_a_running_batch_requests_slot(mesh):
+    mesh.set_policy("batch.active=1")
+    before = mesh.counter("trimtab_scheduler_preemptions_total")[0]
+    async with Client(mesh.address("gateway")) as client:
+        batch = asyncio.create_task(
+            client.run(a_request("Once upon a time", max_tokens=60, workload=pb.WORKLOAD_BATCH))
+        )
+        await asyncio.sleep(1.0)
+        urgent = await client.run(a_request(max_tokens=4, workload=pb.WORKLOAD_REALTIME))
+        victim = await batch
+        again = await client.run(a_request("Once upon a time", max_tokens=60, workload=pb.WORKLOAD_BATCH))
+    mesh.set_policy("batch.active=8")
+    assert urgent.last < victim.last
+    assert mesh.counter("trimtab_scheduler_preemptions_total")[0] == before + 1
+    assert victim.finish.timings.preemptions == 1
+    assert victim.tokens == again.tokens, "a preempted stream is the stream that it would have been"
 
 
 async def test_step_tokens_bound_what_a_step_computes(mesh):
@@ -33,11 +74,11 @@ async def test_step_tokens_bound_what_a_step_computes(mesh):
             await client.run(a_request(text, max_tokens=1))
         return mesh.steps() - before
 
-    mesh.set_policy("batch.active=8", "prefill.step_tokens=512")
+    mesh.set_policy("batch.active=8", "prefill.step_tokens=512", "prefill.itl_budget_ms=0")
     wide = await steps_for("alpha beta gamma delta " * 75)
     mesh.set_policy("prefill.step_tokens=32")
     narrow = await steps_for("omega psi chi phi upsilon " * 75)
-    mesh.set_policy("prefill.step_tokens=512")
+    mesh.set_policy("prefill.step_tokens=512", "prefill.itl_budget_ms=default")
     assert wide <= 4
     assert narrow >= 8
 

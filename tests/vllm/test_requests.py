@@ -7,7 +7,7 @@ import re
 import grpc
 import pytest
 
-from tests.vllm.client import Client, a_request
+from tests.vllm.client import Client, a_request, follow
 from trimtab.kit import rpc
 
 
@@ -188,3 +188,38 @@ async def test_one_trace_covers_gateway_worker_queue_prefill_and_decode(mesh):
     assert by_name["queue"]["end_ns"] == pytest.approx(by_name["prefill"]["start_ns"], abs=1e6)
     assert by_name["prefill"]["end_ns"] == pytest.approx(by_name["decode"]["start_ns"], abs=1e6)
     assert {s["service"].split("-")[0] for s in spans} == {"gateway", "worker"}
+
+
+async def test_a_released_request_ends_with_its_reason_and_leaves_the_engine(mesh):
+    async with Client(mesh.address("gateway")) as client:
+        call, stream = await client.begin(a_request(max_tokens=400))
+        code, answer = await asyncio.to_thread(
+            mesh.trimtab, "requests", "release", "--id", stream.accepted.request_id, "--reason", "test"
+        )
+        assert code == 0, answer
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await follow(call, stream)
+        assert e.value.code() is grpc.StatusCode.ABORTED
+        assert rpc.from_call(e.value).reason == "RELEASED"
+        await mesh.idle(FREED_S)
+    assert mesh.counter("trimtab_scheduler_aborted_tokens_total")[0] > 0
+
+
+async def test_a_waiting_request_is_moved_before_one_that_came_earlier(mesh):
+    mesh.set_policy("batch.active=1", "preemption.mode=none")
+    try:
+        async with Client(mesh.address("gateway")) as client:
+            blocker, _ = await client.begin(a_request(max_tokens=300))
+            waiting = []
+            for name in ("first", "second"):
+                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=4, request_id=name))))
+                await asyncio.sleep(0.3)
+            code, answer = await asyncio.to_thread(
+                mesh.trimtab, "requests", "reprioritise", "--id", "second", "--delta", "2", "--reason", "test"
+            )
+            assert code == 0, answer
+            blocker.cancel()
+            first, second = await asyncio.gather(*waiting)
+        assert second.last < first.first
+    finally:
+        mesh.set_policy("batch.active=8", "preemption.mode=default")

@@ -19,8 +19,9 @@ from services.worker.health import Health
 from services.worker.metrics import WorkerMetrics
 from services.worker.server import InferenceServicer
 from services.worker.serving import Serving
+from services.worker.steering import Steering
 from trimtab.kit import rpc
-from trimtab.policy import Policy
+from trimtab.policy import Policy, with_fields
 from trimtab.snapshot import Node
 from trimtab.v1 import inference_pb2 as pb
 from trimtab.v1 import inference_pb2_grpc
@@ -36,6 +37,15 @@ class Rig:
     metrics: WorkerMetrics
     address: str
     stub: inference_pb2_grpc.InferenceServiceStub
+    steering: Steering
+
+    async def obey(self, fields: dict[str, object]) -> None:
+        """These fields over the defaults, in force."""
+        fits = {
+            "batch.active": self.engine.limits.max_num_seqs,
+            "prefill.step_tokens": self.engine.limits.max_step_tokens,
+        }
+        await obedience(self.engine, self.gate)(with_fields(Policy(), {**fits, **fields}))
 
     async def idle(self) -> None:
         """Until nothing is left anywhere of any request."""
@@ -55,7 +65,8 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     keeper = PolicyKeeper(Node("w0", limits=engine.limits), obedience(engine, gate), path)
     await keeper.start()
     metrics = WorkerMetrics("sim")
-    serving = Serving("w0", engine, gate, keeper, metrics)
+    steering = Steering(engine, gate)
+    serving = Serving("w0", engine, gate, keeper, metrics, steering)
     health = Health(engine, lambda: serving.draining, lambda: None)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -65,7 +76,7 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        yield Rig(engine, gate, keeper, serving, health, metrics, f"127.0.0.1:{port}", stub)
+        yield Rig(engine, gate, keeper, serving, health, metrics, f"127.0.0.1:{port}", stub, steering)
     await server.stop(0)
     await engine.stop()
 

@@ -8,9 +8,10 @@ import pytest
 
 from services.worker import serving
 from tests.worker.conftest import a_request, running_worker
-from trimtab import errors
+from trimtab import codec, errors
 from trimtab.kit import rpc
 from trimtab.policy import Policy, with_fields
+from trimtab.snapshot import Document
 from trimtab.v1 import inference_pb2 as pb
 
 
@@ -85,6 +86,47 @@ async def test_bad_input_is_refused_with_the_field_before_any_engine_work(rig, c
     if field:
         assert field in [v.field for v in error.violations]
     assert rig.engine.pulse().step_no == 0
+    await rig.idle()
+
+
+async def the_policy_is(rig, **fields):
+    document = Document({k.replace("__", "."): v for k, v in fields.items()})
+    result = await rig.keeper.on_push(codec.seal(document, epoch=1, revision=1), 0, "")
+    assert result.HasField("applied")
+
+
+@pytest.mark.parametrize("tokens", [99, 100])
+async def test_an_isolated_prompt_is_refused_where_the_policy_says_so(rig, tokens):
+    await the_policy_is(rig, isolate__from_tokens=100, isolate__action="refuse")
+    call = rig.stub.Generate(a_request("x" * tokens))
+    if tokens < 100:
+        assert len((await collect(call))[1]) == 8
+        return
+    code, error = await refused(call)
+    assert (code.name, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["prompt"])
+    assert "from 100 on it is refused (isolate.action = refuse)" in error.message
+    assert rig.engine.pulse().step_no == 0
+    await rig.idle()
+
+
+async def test_an_isolated_tenants_requests_are_refused_and_nobody_elses(rig):
+    await the_policy_is(rig, isolate__tenants=("acme",), isolate__action="refuse")
+    _, error = await refused(rig.stub.Generate(a_request(tenant="acme")))
+    assert [v.field for v in error.violations] == ["tenant"]
+    assert len((await collect(rig.stub.Generate(a_request(tenant="other"))))[1]) == 8
+
+
+async def test_an_isolated_request_that_another_pool_must_take_says_wrong_pool(rig):
+    await the_policy_is(rig, isolate__from_tokens=100, isolate__action="pool")
+    code, error = await refused(rig.stub.Generate(a_request("x" * 100)))
+    assert (code.name, type(error)) == ("FAILED_PRECONDITION", errors.WrongPool)
+    await rig.idle()
+
+
+async def test_an_isolated_request_runs_where_it_may_run_alone(rig):
+    await the_policy_is(rig, isolate__from_tokens=1, isolate__tenants=("acme",))
+    calls = [rig.stub.Generate(a_request("x" * 100, tenant=tenant)) for tenant in ("acme", "acme", "other")]
+    assert [len(tokens) for _, tokens, _, _ in await asyncio.gather(*map(collect, calls))] == [8, 8, 8]
     await rig.idle()
 
 

@@ -43,8 +43,10 @@ from trimtab.codec.policy import (
     seal,
 )
 from trimtab.codec.request import (
+    decode_match,
     decode_request,
     decode_sampling,
+    encode_match,
     encode_request,
     encode_sampling,
 )
@@ -59,6 +61,7 @@ __all__ = [
     "decode_identity",
     "decode_limits",
     "decode_load",
+    "decode_match",
     "decode_node",
     "decode_notice",
     "decode_partial",
@@ -77,6 +80,7 @@ __all__ = [
     "encode_identity",
     "encode_limits",
     "encode_load",
+    "encode_match",
     "encode_notice",
     "encode_partial",
     "encode_report",

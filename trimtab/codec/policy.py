@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from trimtab import policy as p
@@ -33,18 +34,52 @@ def encode_partial(partial: p.Partial) -> policy_pb2.Policy:
     pb = policy_pb2.Policy()
     for path, value in partial.items():
         part, name = path.split(".")
-        setattr(getattr(pb, part), name, value)
+        message = getattr(pb, part)
+        match p.FIELDS[path].kind:
+            case p.Kind.CHOICE:
+                setattr(message, name, _words(path)[str(value)])
+            case p.Kind.NAMES:
+                assert isinstance(value, tuple)
+                getattr(message, name).CopyFrom(policy_pb2.NameList(names=value))
+            case _:
+                setattr(message, name, value)
     return pb
 
 
 def decode_partial(pb: policy_pb2.Policy) -> dict[str, p.Value]:
     """The fields that are set and known to this build; `min_policy_schema` guards the ones that it does not know."""
     found: dict[str, p.Value] = {}
-    for path in p.FIELDS:
+    for path, field in p.FIELDS.items():
         part, name = path.split(".")
-        if pb.HasField(part) and getattr(pb, part).HasField(name):  # type: ignore[arg-type]
-            found[path] = getattr(getattr(pb, part), name)
+        if not (pb.HasField(part) and getattr(pb, part).HasField(name)):  # type: ignore[arg-type]
+            continue
+        value = getattr(getattr(pb, part), name)
+        match field.kind:
+            case p.Kind.CHOICE:
+                word = {number: word for word, number in _words(path).items()}.get(value)
+                if word is None:
+                    raise PolicyRefused(
+                        f"{path} holds a word that this build does not know (number {value})",
+                        reason="UNKNOWN_WORD",
+                        field=path,
+                    )
+                found[path] = word
+            case p.Kind.NAMES:
+                found[path] = tuple(value.names)
+            case _:
+                found[path] = value
     return found
+
+
+@functools.cache
+def _words(path: str) -> dict[str, int]:
+    """A choice's words and their numbers; on the wire a word is in capitals and carries its enum's name before it."""
+    part, name = path.split(".")
+    message = policy_pb2.Policy.DESCRIPTOR.fields_by_name[part].message_type
+    enum = message.fields_by_name[name].enum_type if message else None
+    assert enum is not None, path
+    prefix = len(enum.values[0].name) - len("UNSPECIFIED")
+    return {v.name[prefix:].lower(): v.number for v in enum.values if v.number}
 
 
 def encode_scope(scope: s.Scope) -> policy_pb2.Scope:

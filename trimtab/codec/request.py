@@ -1,13 +1,15 @@
-"""Requests and sampling parameters ⇄ values."""
+"""Requests, sampling parameters and what matches requests ⇄ values."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from trimtab import messages as m
 from trimtab import validation
 from trimtab.errors import InvalidRequest
-from trimtab.v1 import inference_pb2
+from trimtab.v1 import control_pb2, inference_pb2
 
 _WORKLOAD = {
     m.Workload.REALTIME: inference_pb2.WORKLOAD_REALTIME,
@@ -118,3 +120,19 @@ def decode_request(pb: inference_pb2.GenerateRequest) -> m.Request:
         slo=m.SloTargets(pb.slo.ttft_ms, pb.slo.itl_ms),
         resume=resume,
     )
+
+
+def encode_match(x: m.RequestMatch) -> control_pb2.RequestMatch:
+    return control_pb2.RequestMatch(
+        request_ids=sorted(x.request_ids),
+        workload=_WORKLOAD[x.workload] if x.workload else inference_pb2.WORKLOAD_UNSPECIFIED,
+        tenant=x.tenant,
+        min_prompt_tokens=x.min_prompt_tokens,
+    )
+
+
+def decode_match(pb: control_pb2.RequestMatch) -> m.RequestMatch:
+    """InvalidRequest for what only a newer build knows: a condition that is passed over would widen the match."""
+    if len(UnknownFieldSet(pb)) or (pb.workload and pb.workload not in _WORKLOAD_BACK):
+        raise InvalidRequest("the match has a condition that this build does not know; upgrade it")
+    return m.RequestMatch(frozenset(pb.request_ids), _WORKLOAD_BACK.get(pb.workload), pb.tenant, pb.min_prompt_tokens)

@@ -26,7 +26,7 @@ from trimtab.v1 import control_pb2 as trimtab_dot_v1_dot_control__pb2
 from trimtab.v1 import policy_pb2 as trimtab_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16trimtab/v1/admin.proto\x12\ntrimtab.v1\x1a\x18trimtab/v1/control.proto\x1a\x17trimtab/v1/policy.proto\"#\n\x10GetPolicyRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"\xb2\x02\n\x11GetPolicyResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.trimtab.v1.PolicySnapshot\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12%\n\teffective\x18\x05 \x01(\x0b\x32\x12.trimtab.v1.Policy\x12;\n\x07sources\x18\x06 \x03(\x0b\x32*.trimtab.v1.GetPolicyResponse.SourcesEntry\x12%\n\x05store\x18\x07 \x01(\x0b\x32\x16.trimtab.v1.StoreState\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\nStoreState\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xed\x01\n\x10SetPolicyRequest\x12\x38\n\x06\x66ields\x18\x01 \x03(\x0b\x32(.trimtab.v1.SetPolicyRequest.FieldsEntry\x12\x0e\n\x06\x61uthor\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1b\n\x0e\x65xpect_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x11\n\x0f_expect_version\"\xc1\x01\n\x11SetPolicyResponse\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12(\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x17.trimtab.v1.FieldChange\x12*\n\x05nodes\x18\x04 \x03(\x0b\x32\x1b.trimtab.v1.NodePolicyState\x12\x10\n\x08trace_id\x18\x05 \x01(\t\";\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\"\xbe\x01\n\x0fNodePolicyState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12-\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12-\n\x07refused\x18\x03 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12*\n\x07refusal\x18\x04 \x01(\x0b\x32\x19.trimtab.v1.PolicyRefused\x12\x10\n\x08\x61pply_ms\x18\x05 \x01(\x01\")\n\x18ListPolicyHistoryRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"L\n\x19ListPolicyHistoryResponse\x12/\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1e.trimtab.v1.PolicyHistoryEntry\"\xd6\x01\n\x12PolicyHistoryEntry\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0fwritten_unix_ms\x18\x05 \x01(\x03\x12(\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x17.trimtab.v1.FieldChange\x12\x17\n\x0frefused_because\x18\x07 \x01(\t\"\x11\n\x0fGetFleetRequest\"\xc4\x01\n\x10GetFleetResponse\x12-\n\x07\x64\x65sired\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.trimtab.v1.FleetNode\x12%\n\x05store\x18\x03 \x01(\x0b\x32\x16.trimtab.v1.StoreState\x12\x34\n\x0clast_refused\x18\x04 \x01(\x0b\x32\x1e.trimtab.v1.PolicyHistoryEntry\"\xca\x01\n\tFleetNode\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.trimtab.v1.Hello\x12\"\n\x06report\x18\x02 \x01(\x0b\x32\x12.trimtab.v1.Report\x12+\n\x06policy\x18\x03 \x01(\x0b\x32\x1b.trimtab.v1.NodePolicyState\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x1c\n\x14seconds_since_report\x18\x05 \x01(\x01\x12\x19\n\x11seconds_connected\x18\x06 \x01(\x01\x32\xcb\x02\n\x0c\x41\x64minService\x12H\n\tGetPolicy\x12\x1c.trimtab.v1.GetPolicyRequest\x1a\x1d.trimtab.v1.GetPolicyResponse\x12H\n\tSetPolicy\x12\x1c.trimtab.v1.SetPolicyRequest\x1a\x1d.trimtab.v1.SetPolicyResponse\x12`\n\x11ListPolicyHistory\x12$.trimtab.v1.ListPolicyHistoryRequest\x1a%.trimtab.v1.ListPolicyHistoryResponse\x12\x45\n\x08GetFleet\x12\x1b.trimtab.v1.GetFleetRequest\x1a\x1c.trimtab.v1.GetFleetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16trimtab/v1/admin.proto\x12\ntrimtab.v1\x1a\x18trimtab/v1/control.proto\x1a\x17trimtab/v1/policy.proto\"#\n\x10GetPolicyRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"\xc4\x02\n\x11GetPolicyResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.trimtab.v1.PolicySnapshot\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12%\n\teffective\x18\x05 \x01(\x0b\x32\x12.trimtab.v1.Policy\x12;\n\x07sources\x18\x06 \x03(\x0b\x32*.trimtab.v1.GetPolicyResponse.SourcesEntry\x12%\n\x05store\x18\x07 \x01(\x0b\x32\x16.trimtab.v1.StoreState\x12\x10\n\x08inactive\x18\x08 \x03(\t\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\nStoreState\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xed\x01\n\x10SetPolicyRequest\x12\x38\n\x06\x66ields\x18\x01 \x03(\x0b\x32(.trimtab.v1.SetPolicyRequest.FieldsEntry\x12\x0e\n\x06\x61uthor\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1b\n\x0e\x65xpect_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x11\n\x0f_expect_version\"\xc1\x01\n\x11SetPolicyResponse\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12(\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x17.trimtab.v1.FieldChange\x12*\n\x05nodes\x18\x04 \x03(\x0b\x32\x1b.trimtab.v1.NodePolicyState\x12\x10\n\x08trace_id\x18\x05 \x01(\t\";\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\"\xbe\x01\n\x0fNodePolicyState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12-\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12-\n\x07refused\x18\x03 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12*\n\x07refusal\x18\x04 \x01(\x0b\x32\x19.trimtab.v1.PolicyRefused\x12\x10\n\x08\x61pply_ms\x18\x05 \x01(\x01\")\n\x18ListPolicyHistoryRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"L\n\x19ListPolicyHistoryResponse\x12/\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1e.trimtab.v1.PolicyHistoryEntry\"\xd6\x01\n\x12PolicyHistoryEntry\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x14\n\x0cspec_version\x18\x02 \x01(\x04\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0fwritten_unix_ms\x18\x05 \x01(\x03\x12(\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x17.trimtab.v1.FieldChange\x12\x17\n\x0frefused_because\x18\x07 \x01(\t\"\x11\n\x0fGetFleetRequest\"\xc4\x01\n\x10GetFleetResponse\x12-\n\x07\x64\x65sired\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.trimtab.v1.FleetNode\x12%\n\x05store\x18\x03 \x01(\x0b\x32\x16.trimtab.v1.StoreState\x12\x34\n\x0clast_refused\x18\x04 \x01(\x0b\x32\x1e.trimtab.v1.PolicyHistoryEntry\"\xca\x01\n\tFleetNode\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.trimtab.v1.Hello\x12\"\n\x06report\x18\x02 \x01(\x0b\x32\x12.trimtab.v1.Report\x12+\n\x06policy\x18\x03 \x01(\x0b\x32\x1b.trimtab.v1.NodePolicyState\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x1c\n\x14seconds_since_report\x18\x05 \x01(\x01\x12\x19\n\x11seconds_connected\x18\x06 \x01(\x01\"\xfd\x01\n\x14SteerRequestsRequest\x12\'\n\x05match\x18\x01 \x01(\x0b\x32\x18.trimtab.v1.RequestMatch\x12\x36\n\x0creprioritise\x18\x02 \x01(\x0b\x32\x1e.trimtab.v1.ReprioritiseActionH\x00\x12,\n\x07isolate\x18\x03 \x01(\x0b\x32\x19.trimtab.v1.IsolateActionH\x00\x12,\n\x07release\x18\x04 \x01(\x0b\x32\x19.trimtab.v1.ReleaseActionH\x00\x12\x0e\n\x06\x61uthor\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\tB\x08\n\x06\x61\x63tion\"#\n\x12ReprioritiseAction\x12\r\n\x05\x64\x65lta\x18\x01 \x01(\x05\"!\n\rIsolateAction\x12\x10\n\x08isolated\x18\x01 \x01(\x08\"\x0f\n\rReleaseAction\"?\n\x15SteerRequestsResponse\x12&\n\x05nodes\x18\x01 \x03(\x0b\x32\x17.trimtab.v1.NodeSteered\"_\n\x0bNodeSteered\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x66\x66\x65\x63ted\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t2\xa1\x03\n\x0c\x41\x64minService\x12H\n\tGetPolicy\x12\x1c.trimtab.v1.GetPolicyRequest\x1a\x1d.trimtab.v1.GetPolicyResponse\x12H\n\tSetPolicy\x12\x1c.trimtab.v1.SetPolicyRequest\x1a\x1d.trimtab.v1.SetPolicyResponse\x12`\n\x11ListPolicyHistory\x12$.trimtab.v1.ListPolicyHistoryRequest\x1a%.trimtab.v1.ListPolicyHistoryResponse\x12\x45\n\x08GetFleet\x12\x1b.trimtab.v1.GetFleetRequest\x1a\x1c.trimtab.v1.GetFleetResponse\x12T\n\rSteerRequests\x12 .trimtab.v1.SteerRequestsRequest\x1a!.trimtab.v1.SteerRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,33 +40,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPOLICYREQUEST']._serialized_start=89
   _globals['_GETPOLICYREQUEST']._serialized_end=124
   _globals['_GETPOLICYRESPONSE']._serialized_start=127
-  _globals['_GETPOLICYRESPONSE']._serialized_end=433
-  _globals['_GETPOLICYRESPONSE_SOURCESENTRY']._serialized_start=387
-  _globals['_GETPOLICYRESPONSE_SOURCESENTRY']._serialized_end=433
-  _globals['_STORESTATE']._serialized_start=435
-  _globals['_STORESTATE']._serialized_end=487
-  _globals['_SETPOLICYREQUEST']._serialized_start=490
-  _globals['_SETPOLICYREQUEST']._serialized_end=727
-  _globals['_SETPOLICYREQUEST_FIELDSENTRY']._serialized_start=663
-  _globals['_SETPOLICYREQUEST_FIELDSENTRY']._serialized_end=708
-  _globals['_SETPOLICYRESPONSE']._serialized_start=730
-  _globals['_SETPOLICYRESPONSE']._serialized_end=923
-  _globals['_FIELDCHANGE']._serialized_start=925
-  _globals['_FIELDCHANGE']._serialized_end=984
-  _globals['_NODEPOLICYSTATE']._serialized_start=987
-  _globals['_NODEPOLICYSTATE']._serialized_end=1177
-  _globals['_LISTPOLICYHISTORYREQUEST']._serialized_start=1179
-  _globals['_LISTPOLICYHISTORYREQUEST']._serialized_end=1220
-  _globals['_LISTPOLICYHISTORYRESPONSE']._serialized_start=1222
-  _globals['_LISTPOLICYHISTORYRESPONSE']._serialized_end=1298
-  _globals['_POLICYHISTORYENTRY']._serialized_start=1301
-  _globals['_POLICYHISTORYENTRY']._serialized_end=1515
-  _globals['_GETFLEETREQUEST']._serialized_start=1517
-  _globals['_GETFLEETREQUEST']._serialized_end=1534
-  _globals['_GETFLEETRESPONSE']._serialized_start=1537
-  _globals['_GETFLEETRESPONSE']._serialized_end=1733
-  _globals['_FLEETNODE']._serialized_start=1736
-  _globals['_FLEETNODE']._serialized_end=1938
-  _globals['_ADMINSERVICE']._serialized_start=1941
-  _globals['_ADMINSERVICE']._serialized_end=2272
+  _globals['_GETPOLICYRESPONSE']._serialized_end=451
+  _globals['_GETPOLICYRESPONSE_SOURCESENTRY']._serialized_start=405
+  _globals['_GETPOLICYRESPONSE_SOURCESENTRY']._serialized_end=451
+  _globals['_STORESTATE']._serialized_start=453
+  _globals['_STORESTATE']._serialized_end=505
+  _globals['_SETPOLICYREQUEST']._serialized_start=508
+  _globals['_SETPOLICYREQUEST']._serialized_end=745
+  _globals['_SETPOLICYREQUEST_FIELDSENTRY']._serialized_start=681
+  _globals['_SETPOLICYREQUEST_FIELDSENTRY']._serialized_end=726
+  _globals['_SETPOLICYRESPONSE']._serialized_start=748
+  _globals['_SETPOLICYRESPONSE']._serialized_end=941
+  _globals['_FIELDCHANGE']._serialized_start=943
+  _globals['_FIELDCHANGE']._serialized_end=1002
+  _globals['_NODEPOLICYSTATE']._serialized_start=1005
+  _globals['_NODEPOLICYSTATE']._serialized_end=1195
+  _globals['_LISTPOLICYHISTORYREQUEST']._serialized_start=1197
+  _globals['_LISTPOLICYHISTORYREQUEST']._serialized_end=1238
+  _globals['_LISTPOLICYHISTORYRESPONSE']._serialized_start=1240
+  _globals['_LISTPOLICYHISTORYRESPONSE']._serialized_end=1316
+  _globals['_POLICYHISTORYENTRY']._serialized_start=1319
+  _globals['_POLICYHISTORYENTRY']._serialized_end=1533
+  _globals['_GETFLEETREQUEST']._serialized_start=1535
+  _globals['_GETFLEETREQUEST']._serialized_end=1552
+  _globals['_GETFLEETRESPONSE']._serialized_start=1555
+  _globals['_GETFLEETRESPONSE']._serialized_end=1751
+  _globals['_FLEETNODE']._serialized_start=1754
+  _globals['_FLEETNODE']._serialized_end=1956
+  _globals['_STEERREQUESTSREQUEST']._serialized_start=1959
+  _globals['_STEERREQUESTSREQUEST']._serialized_end=2212
+  _globals['_REPRIORITISEACTION']._serialized_start=2214
+  _globals['_REPRIORITISEACTION']._serialized_end=2249
+  _globals['_ISOLATEACTION']._serialized_start=2251
+  _globals['_ISOLATEACTION']._serialized_end=2284
+  _globals['_RELEASEACTION']._serialized_start=2286
+  _globals['_RELEASEACTION']._serialized_end=2301
+  _globals['_STEERREQUESTSRESPONSE']._serialized_start=2303
+  _globals['_STEERREQUESTSRESPONSE']._serialized_end=2366
+  _globals['_NODESTEERED']._serialized_start=2368
+  _globals['_NODESTEERED']._serialized_end=2463
+  _globals['_ADMINSERVICE']._serialized_start=2466
+  _globals['_ADMINSERVICE']._serialized_end=2883
 # @@protoc_insertion_point(module_scope)

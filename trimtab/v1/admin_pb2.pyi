@@ -71,6 +71,7 @@ class GetPolicyResponse(_message.Message):
     EFFECTIVE_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    INACTIVE_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     """Guard for the next SetPolicy: counts people's writes only."""
     author: _builtins.str
@@ -87,6 +88,10 @@ class GetPolicyResponse(_message.Message):
 
     @_builtins.property
     def store(self) -> Global___StoreState: ...
+    @_builtins.property
+    def inactive(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Thresholds that do nothing there, since no prompt gets so long, by dotted path."""
+
     def __init__(
         self,
         *,
@@ -97,10 +102,11 @@ class GetPolicyResponse(_message.Message):
         effective: _policy_pb2.Policy | None = ...,
         sources: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         store: Global___StoreState | None = ...,
+        inactive: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "snapshot", b"snapshot", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "effective", b"effective", "reason", b"reason", "snapshot", b"snapshot", "sources", b"sources", "spec_version", b"spec_version", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "effective", b"effective", "inactive", b"inactive", "reason", b"reason", "snapshot", b"snapshot", "sources", b"sources", "spec_version", b"spec_version", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -456,3 +462,155 @@ class FleetNode(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetNode: _TypeAlias = FleetNode  # noqa: Y015
+
+@_typing.final
+class SteerRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: _builtins.int
+    REPRIORITISE_FIELD_NUMBER: _builtins.int
+    ISOLATE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    author: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def match(self) -> _control_pb2.RequestMatch: ...
+    @_builtins.property
+    def reprioritise(self) -> Global___ReprioritiseAction: ...
+    @_builtins.property
+    def isolate(self) -> Global___IsolateAction: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseAction: ...
+    def __init__(
+        self,
+        *,
+        match: _control_pb2.RequestMatch | None = ...,
+        reprioritise: Global___ReprioritiseAction | None = ...,
+        isolate: Global___IsolateAction | None = ...,
+        release: Global___ReleaseAction | None = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "isolate", b"isolate", "match", b"match", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "author", b"author", "isolate", b"isolate", "match", b"match", "reason", b"reason", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reprioritise", "isolate", "release"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___SteerRequestsRequest: _TypeAlias = SteerRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ReprioritiseAction(_message.Message):
+    """Levels, up when positive; 0 puts them back where they would be by themselves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTA_FIELD_NUMBER: _builtins.int
+    delta: _builtins.int
+    def __init__(
+        self,
+        *,
+        delta: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReprioritiseAction: _TypeAlias = ReprioritiseAction  # noqa: Y015
+
+@_typing.final
+class IsolateAction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ISOLATED_FIELD_NUMBER: _builtins.int
+    isolated: _builtins.bool
+    def __init__(
+        self,
+        *,
+        isolated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["isolated", b"isolated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IsolateAction: _TypeAlias = IsolateAction  # noqa: Y015
+
+@_typing.final
+class ReleaseAction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseAction: _TypeAlias = ReleaseAction  # noqa: Y015
+
+@_typing.final
+class SteerRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeSteered]:
+        """Workers by node id: every connected one's answer, and the lost ones as NOT_CONNECTED. Where all are done and nothing was affected,
+        nobody had such a request.
+        """
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeSteered] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SteerRequestsResponse: _TypeAlias = SteerRequestsResponse  # noqa: Y015
+
+@_typing.final
+class NodeSteered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    AFFECTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    done: _builtins.bool
+    """It has done it, to `affected` requests."""
+    affected: _builtins.int
+    reason: _builtins.str
+    """UPPER_SNAKE when not done. NO_ANSWER and LOST: it may have done it, or may still do it."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        done: _builtins.bool = ...,
+        affected: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affected", b"affected", "done", b"done", "message", b"message", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeSteered: _TypeAlias = NodeSteered  # noqa: Y015

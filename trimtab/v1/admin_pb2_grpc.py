@@ -54,6 +54,11 @@ class AdminServiceStub:
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.SteerRequests = channel.unary_unary(
+                '/trimtab.v1.AdminService/SteerRequests',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -83,6 +88,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SteerRequests(self, request, context):
+        """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +117,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetFleetRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'SteerRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.SteerRequests,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -215,6 +232,33 @@ class AdminService:
             '/trimtab.v1.AdminService/GetFleet',
             trimtab_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
             trimtab_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SteerRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/SteerRequests',
+            trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

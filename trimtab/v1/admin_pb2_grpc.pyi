@@ -35,6 +35,8 @@ class AdminServiceStub:
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]
     ListPolicyHistory: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyHistoryRequest, _admin_pb2.ListPolicyHistoryResponse]
     GetFleet: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]
+    SteerRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SteerRequestsRequest, _admin_pb2.SteerRequestsResponse]
+    """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -43,6 +45,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]  # type: ignore[assignment]
     ListPolicyHistory: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyHistoryRequest, _admin_pb2.ListPolicyHistoryResponse]  # type: ignore[assignment]
     GetFleet: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]  # type: ignore[assignment]
+    SteerRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.SteerRequestsRequest, _admin_pb2.SteerRequestsResponse]  # type: ignore[assignment]
+    """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +76,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetFleetResponse, _abc.Awaitable[_admin_pb2.GetFleetResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SteerRequests(
+        self,
+        request: _admin_pb2.SteerRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SteerRequestsResponse, _abc.Awaitable[_admin_pb2.SteerRequestsResponse]]:
+        """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

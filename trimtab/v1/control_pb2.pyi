@@ -506,11 +506,14 @@ class CommandResult(_message.Message):
     OK_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    AFFECTED_FIELD_NUMBER: _builtins.int
     command_id: _builtins.str
     ok: _builtins.bool
     reason: _builtins.str
     """UPPER_SNAKE when not ok."""
     message: _builtins.str
+    affected: _builtins.int
+    """Requests that the command found here and acted on."""
     def __init__(
         self,
         *,
@@ -518,10 +521,11 @@ class CommandResult(_message.Message):
         ok: _builtins.bool = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
+        affected: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "message", b"message", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affected", b"affected", "command_id", b"command_id", "message", b"message", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,6 +599,7 @@ class Command(_message.Message):
     RESTART_ENGINE_FIELD_NUMBER: _builtins.int
     RELEASE_REQUESTS_FIELD_NUMBER: _builtins.int
     REPRIORITISE_FIELD_NUMBER: _builtins.int
+    ISOLATE_REQUESTS_FIELD_NUMBER: _builtins.int
     command_id: _builtins.str
     @_builtins.property
     def drain(self) -> Global___DrainCommand: ...
@@ -608,6 +613,8 @@ class Command(_message.Message):
     def release_requests(self) -> Global___ReleaseRequestsCommand: ...
     @_builtins.property
     def reprioritise(self) -> Global___ReprioritiseCommand: ...
+    @_builtins.property
+    def isolate_requests(self) -> Global___IsolateRequestsCommand: ...
     def __init__(
         self,
         *,
@@ -618,12 +625,13 @@ class Command(_message.Message):
         restart_engine: Global___RestartEngineCommand | None = ...,
         release_requests: Global___ReleaseRequestsCommand | None = ...,
         reprioritise: Global___ReprioritiseCommand | None = ...,
+        isolate_requests: Global___IsolateRequestsCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "command_id", b"command_id", "drain", b"drain", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "command_id", b"command_id", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["drain", "resume", "reblock", "restart_engine", "release_requests", "reprioritise"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["drain", "resume", "reblock", "restart_engine", "release_requests", "reprioritise", "isolate_requests"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -698,20 +706,63 @@ class RestartEngineCommand(_message.Message):
 Global___RestartEngineCommand: _TypeAlias = RestartEngineCommand  # noqa: Y015
 
 @_typing.final
-class ReleaseRequestsCommand(_message.Message):
+class RequestMatch(_message.Message):
+    """Which of the requests that are on a node now are meant: those that have everything that is set here in common. A match that sets nothing
+    means none and is refused as EMPTY_MATCH.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MIN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    workload: _inference_pb2.Workload.ValueType
+    tenant: _builtins.str
+    min_prompt_tokens: _builtins.int
     @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As the client knows them: from Accepted, or the x-request-id header."""
+
     def __init__(
         self,
         *,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        workload: _inference_pb2.Workload.ValueType = ...,
+        tenant: _builtins.str = ...,
+        min_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_prompt_tokens", b"min_prompt_tokens", "request_ids", b"request_ids", "tenant", b"tenant", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestMatch: _TypeAlias = RequestMatch  # noqa: Y015
+
+@_typing.final
+class ReleaseRequestsCommand(_message.Message):
+    """They end now; their clients get ABORTED / RELEASED."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    MATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Short for a match by these ids; they count among those of `match`."""
+
+    @_builtins.property
+    def match(self) -> Global___RequestMatch: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        match: Global___RequestMatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "request_ids", b"request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -719,25 +770,57 @@ Global___ReleaseRequestsCommand: _TypeAlias = ReleaseRequestsCommand  # noqa: Y0
 
 @_typing.final
 class ReprioritiseCommand(_message.Message):
+    """They stand `delta` levels earlier than they would by themselves, within priority.max_priority_diff."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    MATCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Short for a match by this id; it counts among those of `match`."""
     delta: _builtins.int
+    @_builtins.property
+    def match(self) -> Global___RequestMatch: ...
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         delta: _builtins.int = ...,
+        match: Global___RequestMatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "match", b"match", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReprioritiseCommand: _TypeAlias = ReprioritiseCommand  # noqa: Y015
+
+@_typing.final
+class IsolateRequestsCommand(_message.Message):
+    """No two isolated requests run at a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: _builtins.int
+    ISOLATED_FIELD_NUMBER: _builtins.int
+    isolated: _builtins.bool
+    @_builtins.property
+    def match(self) -> Global___RequestMatch: ...
+    def __init__(
+        self,
+        *,
+        match: Global___RequestMatch | None = ...,
+        isolated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["isolated", b"isolated", "match", b"match"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IsolateRequestsCommand: _TypeAlias = IsolateRequestsCommand  # noqa: Y015
 
 @_typing.final
 class FleetView(_message.Message):

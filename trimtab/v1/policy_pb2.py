@@ -24,15 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trimtab/v1/policy.proto\x12\ntrimtab.v1\"C\n\x10SnapshotIdentity\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"R\n\x0ePolicySnapshot\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x10\n\x08\x64ocument\x18\x02 \x01(\x0c\"\xd9\x01\n\x0ePolicyDocument\x12\x19\n\x11min_policy_schema\x18\x01 \x01(\r\x12\x17\n\x0fwritten_unix_ms\x18\x02 \x01(\x03\x12 \n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x12.trimtab.v1.Policy\x12%\n\x08overlays\x18\x04 \x03(\x0b\x32\x13.trimtab.v1.Overlay\x12+\n\x0b\x61\x64justments\x18\x05 \x03(\x0b\x32\x16.trimtab.v1.Adjustment\x12\x1d\n\x04pins\x18\x06 \x03(\x0b\x32\x0f.trimtab.v1.Pin\"\x8c\x01\n\x06Policy\x12&\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.trimtab.v1.BatchPolicy\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.trimtab.v1.PrefillPolicy\x12.\n\tadmission\x18\x03 \x01(\x0b\x32\x1b.trimtab.v1.AdmissionPolicy\"-\n\x0b\x42\x61tchPolicy\x12\x13\n\x06\x61\x63tive\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_active\"9\n\rPrefillPolicy\x12\x18\n\x0bstep_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_step_tokens\"\x97\x01\n\x0f\x41\x64missionPolicy\x12\x1b\n\x0erealtime_queue\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x62\x61tch_queue\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0c\x65ngine_queue\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x11\n\x0f_realtime_queueB\x0e\n\x0c_batch_queueB\x0f\n\r_engine_queue\"}\n\x05Scope\x12\x0e\n\x04mesh\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04pool\x18\x02 \x01(\tH\x00\x12\x0f\n\x05label\x18\x03 \x01(\tH\x00\x12\x11\n\x07node_id\x18\x04 \x01(\tH\x00\x12\'\n\x07rollout\x18\x05 \x01(\x0b\x32\x14.trimtab.v1.NodeListH\x00\x42\x07\n\x05scope\"\x1c\n\x08NodeList\x12\x10\n\x08node_ids\x18\x01 \x03(\t\"\x86\x01\n\x07Overlay\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0b\x32\x11.trimtab.v1.Scope\x12\'\n\x05owner\x18\x03 \x01(\x0e\x32\x18.trimtab.v1.OverlayOwner\x12\"\n\x06policy\x18\x04 \x01(\x0b\x32\x12.trimtab.v1.Policy\"\xb9\x01\n\nAdjustment\x12\x12\n\ncontroller\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12 \n\x05scope\x18\x03 \x01(\x0b\x32\x11.trimtab.v1.Scope\x12\x10\n\x06\x66\x61\x63tor\x18\x04 \x01(\x01H\x00\x12\x0f\n\x05\x64\x65lta\x18\x05 \x01(\x03H\x00\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x65vidence\x18\x07 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x08 \x01(\x03\x42\x08\n\x06\x63hange\"4\n\x03Pin\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*~\n\x0cOverlayOwner\x12\x1d\n\x19OVERLAY_OWNER_UNSPECIFIED\x10\x00\x12\x16\n\x12OVERLAY_OWNER_SPEC\x10\x01\x12\x1c\n\x18OVERLAY_OWNER_CONTROLLER\x10\x02\x12\x19\n\x15OVERLAY_OWNER_ROLLOUT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trimtab/v1/policy.proto\x12\ntrimtab.v1\"C\n\x10SnapshotIdentity\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"R\n\x0ePolicySnapshot\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.trimtab.v1.SnapshotIdentity\x12\x10\n\x08\x64ocument\x18\x02 \x01(\x0c\"\xd9\x01\n\x0ePolicyDocument\x12\x19\n\x11min_policy_schema\x18\x01 \x01(\r\x12\x17\n\x0fwritten_unix_ms\x18\x02 \x01(\x03\x12 \n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x12.trimtab.v1.Policy\x12%\n\x08overlays\x18\x04 \x03(\x0b\x32\x13.trimtab.v1.Overlay\x12+\n\x0b\x61\x64justments\x18\x05 \x03(\x0b\x32\x16.trimtab.v1.Adjustment\x12\x1d\n\x04pins\x18\x06 \x03(\x0b\x32\x0f.trimtab.v1.Pin\"\xf2\x03\n\x06Policy\x12&\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.trimtab.v1.BatchPolicy\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.trimtab.v1.PrefillPolicy\x12.\n\tadmission\x18\x03 \x01(\x0b\x32\x1b.trimtab.v1.AdmissionPolicy\x12&\n\x05paths\x18\x04 \x01(\x0b\x32\x17.trimtab.v1.PathsPolicy\x12(\n\x06serial\x18\x05 \x01(\x0b\x32\x18.trimtab.v1.SerialPolicy\x12*\n\x07isolate\x18\x06 \x01(\x0b\x32\x19.trimtab.v1.IsolatePolicy\x12\x30\n\npreemption\x18\x07 \x01(\x0b\x32\x1c.trimtab.v1.PreemptionPolicy\x12,\n\x08priority\x18\x08 \x01(\x0b\x32\x1a.trimtab.v1.PriorityPolicy\x12(\n\x06memory\x18\t \x01(\x0b\x32\x18.trimtab.v1.MemoryPolicy\x12,\n\x08\x63lusters\x18\n \x01(\x0b\x32\x1a.trimtab.v1.ClustersPolicy\x12.\n\tscheduler\x18\x0b \x01(\x0b\x32\x1b.trimtab.v1.SchedulerPolicy\"Q\n\x0b\x42\x61tchPolicy\x12\x13\n\x06\x61\x63tive\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08hard_cap\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07_activeB\x0b\n\t_hard_cap\"\xe9\x01\n\rPrefillPolicy\x12\x18\n\x0bstep_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nconcurrent\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\ritl_budget_ms\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0bmax_step_ms\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1b\n\x0emax_suspend_ms\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0e\n\x0c_step_tokensB\r\n\x0b_concurrentB\x10\n\x0e_itl_budget_msB\x0e\n\x0c_max_step_msB\x11\n\x0f_max_suspend_ms\"\x97\x01\n\x0f\x41\x64missionPolicy\x12\x1b\n\x0erealtime_queue\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x62\x61tch_queue\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0c\x65ngine_queue\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x11\n\x0f_realtime_queueB\x0e\n\x0c_batch_queueB\x0f\n\r_engine_queue\"\x8e\x02\n\x0bPathsPolicy\x12\x16\n\thot_below\x18\x01 \x01(\rH\x00\x88\x01\x01\x12-\n\x07protect\x18\x02 \x01(\x0e\x32\x17.trimtab.v1.ProtectRuleH\x01\x88\x01\x01\x12!\n\x14realtime_max_running\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10realtime_reserve\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1b\n\x0e\x63old_window_ms\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0c\n\n_hot_belowB\n\n\x08_protectB\x17\n\x15_realtime_max_runningB\x13\n\x11_realtime_reserveB\x11\n\x0f_cold_window_ms\"P\n\x0cSerialPolicy\x12\x12\n\x05\x61\x62ove\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08prefills\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_aboveB\x0b\n\t_prefills\"\xae\x01\n\rIsolatePolicy\x12\x18\n\x0b\x66rom_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x30\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x1b.trimtab.v1.IsolationActionH\x01\x88\x01\x01\x12*\n\x07tenants\x18\x03 \x01(\x0b\x32\x14.trimtab.v1.NameListH\x02\x88\x01\x01\x42\x0e\n\x0c_from_tokensB\t\n\x07_actionB\n\n\x08_tenants\"\x19\n\x08NameList\x12\r\n\x05names\x18\x01 \x03(\t\"\xc0\x01\n\x10PreemptionPolicy\x12-\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.trimtab.v1.PreemptionModeH\x00\x88\x01\x01\x12%\n\x18guaranteed_time_slice_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fmax_preemptions\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05_modeB\x1b\n\x19_guaranteed_time_slice_msB\x12\n\x10_max_preemptions\"\xd2\x01\n\x0ePriorityPolicy\x12\x1c\n\x0fmax_overtake_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_priority_diff\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0erealtime_delta\x18\x03 \x01(\x11H\x02\x88\x01\x01\x12\x18\n\x0b\x62\x61tch_delta\x18\x04 \x01(\x11H\x03\x88\x01\x01\x42\x12\n\x10_max_overtake_msB\x14\n\x12_max_priority_diffB\x11\n\x0f_realtime_deltaB\x0e\n\x0c_batch_delta\"\x84\x01\n\x0cMemoryPolicy\x12\x1f\n\x12pressure_threshold\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15reserve_high_priority\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_pressure_thresholdB\x18\n\x16_reserve_high_priority\"<\n\x0e\x43lustersPolicy\x12\x19\n\x0cspread_limit\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_spread_limit\"H\n\x0fSchedulerPolicy\x12,\n\x04mode\x18\x01 \x01(\x0e\x32\x19.trimtab.v1.SchedulerModeH\x00\x88\x01\x01\x42\x07\n\x05_mode\"}\n\x05Scope\x12\x0e\n\x04mesh\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04pool\x18\x02 \x01(\tH\x00\x12\x0f\n\x05label\x18\x03 \x01(\tH\x00\x12\x11\n\x07node_id\x18\x04 \x01(\tH\x00\x12\'\n\x07rollout\x18\x05 \x01(\x0b\x32\x14.trimtab.v1.NodeListH\x00\x42\x07\n\x05scope\"\x1c\n\x08NodeList\x12\x10\n\x08node_ids\x18\x01 \x03(\t\"\x86\x01\n\x07Overlay\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0b\x32\x11.trimtab.v1.Scope\x12\'\n\x05owner\x18\x03 \x01(\x0e\x32\x18.trimtab.v1.OverlayOwner\x12\"\n\x06policy\x18\x04 \x01(\x0b\x32\x12.trimtab.v1.Policy\"\xb9\x01\n\nAdjustment\x12\x12\n\ncontroller\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12 \n\x05scope\x18\x03 \x01(\x0b\x32\x11.trimtab.v1.Scope\x12\x10\n\x06\x66\x61\x63tor\x18\x04 \x01(\x01H\x00\x12\x0f\n\x05\x64\x65lta\x18\x05 \x01(\x03H\x00\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x65vidence\x18\x07 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x08 \x01(\x03\x42\x08\n\x06\x63hange\"4\n\x03Pin\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*_\n\x0bProtectRule\x12\x1c\n\x18PROTECT_RULE_UNSPECIFIED\x10\x00\x12\x19\n\x15PROTECT_RULE_WORKLOAD\x10\x01\x12\x17\n\x13PROTECT_RULE_LENGTH\x10\x02*\x87\x01\n\x0fIsolationAction\x12 \n\x1cISOLATION_ACTION_UNSPECIFIED\x10\x00\x12\x1a\n\x16ISOLATION_ACTION_ALONE\x10\x01\x12\x1b\n\x17ISOLATION_ACTION_REFUSE\x10\x02\x12\x19\n\x15ISOLATION_ACTION_POOL\x10\x03*\x8d\x01\n\x0ePreemptionMode\x12\x1f\n\x1bPREEMPTION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14PREEMPTION_MODE_NONE\x10\x01\x12 \n\x1cPREEMPTION_MODE_CONSERVATIVE\x10\x02\x12\x1e\n\x1aPREEMPTION_MODE_AGGRESSIVE\x10\x03*\x81\x01\n\rSchedulerMode\x12\x1e\n\x1aSCHEDULER_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULER_MODE_TRIMTAB\x10\x01\x12\x1b\n\x17SCHEDULER_MODE_PRIORITY\x10\x02\x12\x17\n\x13SCHEDULER_MODE_FCFS\x10\x03*~\n\x0cOverlayOwner\x12\x1d\n\x19OVERLAY_OWNER_UNSPECIFIED\x10\x00\x12\x16\n\x12OVERLAY_OWNER_SPEC\x10\x01\x12\x1c\n\x18OVERLAY_OWNER_CONTROLLER\x10\x02\x12\x19\n\x15OVERLAY_OWNER_ROLLOUT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trimtab.v1.policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OVERLAYOWNER']._serialized_start=1351
-  _globals['_OVERLAYOWNER']._serialized_end=1477
+  _globals['_PROTECTRULE']._serialized_start=3160
+  _globals['_PROTECTRULE']._serialized_end=3255
+  _globals['_ISOLATIONACTION']._serialized_start=3258
+  _globals['_ISOLATIONACTION']._serialized_end=3393
+  _globals['_PREEMPTIONMODE']._serialized_start=3396
+  _globals['_PREEMPTIONMODE']._serialized_end=3537
+  _globals['_SCHEDULERMODE']._serialized_start=3540
+  _globals['_SCHEDULERMODE']._serialized_end=3669
+  _globals['_OVERLAYOWNER']._serialized_start=3671
+  _globals['_OVERLAYOWNER']._serialized_end=3797
   _globals['_SNAPSHOTIDENTITY']._serialized_start=39
   _globals['_SNAPSHOTIDENTITY']._serialized_end=106
   _globals['_POLICYSNAPSHOT']._serialized_start=108
@@ -40,21 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICYDOCUMENT']._serialized_start=193
   _globals['_POLICYDOCUMENT']._serialized_end=410
   _globals['_POLICY']._serialized_start=413
-  _globals['_POLICY']._serialized_end=553
-  _globals['_BATCHPOLICY']._serialized_start=555
-  _globals['_BATCHPOLICY']._serialized_end=600
-  _globals['_PREFILLPOLICY']._serialized_start=602
-  _globals['_PREFILLPOLICY']._serialized_end=659
-  _globals['_ADMISSIONPOLICY']._serialized_start=662
-  _globals['_ADMISSIONPOLICY']._serialized_end=813
-  _globals['_SCOPE']._serialized_start=815
-  _globals['_SCOPE']._serialized_end=940
-  _globals['_NODELIST']._serialized_start=942
-  _globals['_NODELIST']._serialized_end=970
-  _globals['_OVERLAY']._serialized_start=973
-  _globals['_OVERLAY']._serialized_end=1107
-  _globals['_ADJUSTMENT']._serialized_start=1110
-  _globals['_ADJUSTMENT']._serialized_end=1295
-  _globals['_PIN']._serialized_start=1297
-  _globals['_PIN']._serialized_end=1349
+  _globals['_POLICY']._serialized_end=911
+  _globals['_BATCHPOLICY']._serialized_start=913
+  _globals['_BATCHPOLICY']._serialized_end=994
+  _globals['_PREFILLPOLICY']._serialized_start=997
+  _globals['_PREFILLPOLICY']._serialized_end=1230
+  _globals['_ADMISSIONPOLICY']._serialized_start=1233
+  _globals['_ADMISSIONPOLICY']._serialized_end=1384
+  _globals['_PATHSPOLICY']._serialized_start=1387
+  _globals['_PATHSPOLICY']._serialized_end=1657
+  _globals['_SERIALPOLICY']._serialized_start=1659
+  _globals['_SERIALPOLICY']._serialized_end=1739
+  _globals['_ISOLATEPOLICY']._serialized_start=1742
+  _globals['_ISOLATEPOLICY']._serialized_end=1916
+  _globals['_NAMELIST']._serialized_start=1918
+  _globals['_NAMELIST']._serialized_end=1943
+  _globals['_PREEMPTIONPOLICY']._serialized_start=1946
+  _globals['_PREEMPTIONPOLICY']._serialized_end=2138
+  _globals['_PRIORITYPOLICY']._serialized_start=2141
+  _globals['_PRIORITYPOLICY']._serialized_end=2351
+  _globals['_MEMORYPOLICY']._serialized_start=2354
+  _globals['_MEMORYPOLICY']._serialized_end=2486
+  _globals['_CLUSTERSPOLICY']._serialized_start=2488
+  _globals['_CLUSTERSPOLICY']._serialized_end=2548
+  _globals['_SCHEDULERPOLICY']._serialized_start=2550
+  _globals['_SCHEDULERPOLICY']._serialized_end=2622
+  _globals['_SCOPE']._serialized_start=2624
+  _globals['_SCOPE']._serialized_end=2749
+  _globals['_NODELIST']._serialized_start=2751
+  _globals['_NODELIST']._serialized_end=2779
+  _globals['_OVERLAY']._serialized_start=2782
+  _globals['_OVERLAY']._serialized_end=2916
+  _globals['_ADJUSTMENT']._serialized_start=2919
+  _globals['_ADJUSTMENT']._serialized_end=3104
+  _globals['_PIN']._serialized_start=3106
+  _globals['_PIN']._serialized_end=3158
 # @@protoc_insertion_point(module_scope)

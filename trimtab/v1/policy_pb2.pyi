@@ -19,6 +19,94 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ProtectRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProtectRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProtectRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROTECT_RULE_UNSPECIFIED: _ProtectRule.ValueType  # 0
+    PROTECT_RULE_WORKLOAD: _ProtectRule.ValueType  # 1
+    """REALTIME requests are protected."""
+    PROTECT_RULE_LENGTH: _ProtectRule.ValueType  # 2
+    """Hot requests are, whoever sends them."""
+
+class ProtectRule(_ProtectRule, metaclass=_ProtectRuleEnumTypeWrapper): ...
+
+PROTECT_RULE_UNSPECIFIED: ProtectRule.ValueType  # 0
+PROTECT_RULE_WORKLOAD: ProtectRule.ValueType  # 1
+"""REALTIME requests are protected."""
+PROTECT_RULE_LENGTH: ProtectRule.ValueType  # 2
+"""Hot requests are, whoever sends them."""
+Global___ProtectRule: _TypeAlias = ProtectRule  # noqa: Y015
+
+class _IsolationAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IsolationActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IsolationAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ISOLATION_ACTION_UNSPECIFIED: _IsolationAction.ValueType  # 0
+    ISOLATION_ACTION_ALONE: _IsolationAction.ValueType  # 1
+    """One isolated request at a time."""
+    ISOLATION_ACTION_REFUSE: _IsolationAction.ValueType  # 2
+    """Answered with an error."""
+    ISOLATION_ACTION_POOL: _IsolationAction.ValueType  # 3
+    """Another pool must take it."""
+
+class IsolationAction(_IsolationAction, metaclass=_IsolationActionEnumTypeWrapper): ...
+
+ISOLATION_ACTION_UNSPECIFIED: IsolationAction.ValueType  # 0
+ISOLATION_ACTION_ALONE: IsolationAction.ValueType  # 1
+"""One isolated request at a time."""
+ISOLATION_ACTION_REFUSE: IsolationAction.ValueType  # 2
+"""Answered with an error."""
+ISOLATION_ACTION_POOL: IsolationAction.ValueType  # 3
+"""Another pool must take it."""
+Global___IsolationAction: _TypeAlias = IsolationAction  # noqa: Y015
+
+class _PreemptionMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PreemptionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PreemptionMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREEMPTION_MODE_UNSPECIFIED: _PreemptionMode.ValueType  # 0
+    PREEMPTION_MODE_NONE: _PreemptionMode.ValueType  # 1
+    PREEMPTION_MODE_CONSERVATIVE: _PreemptionMode.ValueType  # 2
+    PREEMPTION_MODE_AGGRESSIVE: _PreemptionMode.ValueType  # 3
+
+class PreemptionMode(_PreemptionMode, metaclass=_PreemptionModeEnumTypeWrapper): ...
+
+PREEMPTION_MODE_UNSPECIFIED: PreemptionMode.ValueType  # 0
+PREEMPTION_MODE_NONE: PreemptionMode.ValueType  # 1
+PREEMPTION_MODE_CONSERVATIVE: PreemptionMode.ValueType  # 2
+PREEMPTION_MODE_AGGRESSIVE: PreemptionMode.ValueType  # 3
+Global___PreemptionMode: _TypeAlias = PreemptionMode  # noqa: Y015
+
+class _SchedulerMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SchedulerModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SchedulerMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCHEDULER_MODE_UNSPECIFIED: _SchedulerMode.ValueType  # 0
+    SCHEDULER_MODE_TRIMTAB: _SchedulerMode.ValueType  # 1
+    SCHEDULER_MODE_PRIORITY: _SchedulerMode.ValueType  # 2
+    """By class and arrival, as vLLM's priority policy."""
+    SCHEDULER_MODE_FCFS: _SchedulerMode.ValueType  # 3
+    """By arrival alone."""
+
+class SchedulerMode(_SchedulerMode, metaclass=_SchedulerModeEnumTypeWrapper): ...
+
+SCHEDULER_MODE_UNSPECIFIED: SchedulerMode.ValueType  # 0
+SCHEDULER_MODE_TRIMTAB: SchedulerMode.ValueType  # 1
+SCHEDULER_MODE_PRIORITY: SchedulerMode.ValueType  # 2
+"""By class and arrival, as vLLM's priority policy."""
+SCHEDULER_MODE_FCFS: SchedulerMode.ValueType  # 3
+"""By arrival alone."""
+Global___SchedulerMode: _TypeAlias = SchedulerMode  # noqa: Y015
+
 class _OverlayOwner:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -147,22 +235,54 @@ class Policy(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
+    ISOLATE_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    CLUSTERS_FIELD_NUMBER: _builtins.int
+    SCHEDULER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___BatchPolicy: ...
     @_builtins.property
     def prefill(self) -> Global___PrefillPolicy: ...
     @_builtins.property
     def admission(self) -> Global___AdmissionPolicy: ...
+    @_builtins.property
+    def paths(self) -> Global___PathsPolicy: ...
+    @_builtins.property
+    def serial(self) -> Global___SerialPolicy: ...
+    @_builtins.property
+    def isolate(self) -> Global___IsolatePolicy: ...
+    @_builtins.property
+    def preemption(self) -> Global___PreemptionPolicy: ...
+    @_builtins.property
+    def priority(self) -> Global___PriorityPolicy: ...
+    @_builtins.property
+    def memory(self) -> Global___MemoryPolicy: ...
+    @_builtins.property
+    def clusters(self) -> Global___ClustersPolicy: ...
+    @_builtins.property
+    def scheduler(self) -> Global___SchedulerPolicy: ...
     def __init__(
         self,
         *,
         batch: Global___BatchPolicy | None = ...,
         prefill: Global___PrefillPolicy | None = ...,
         admission: Global___AdmissionPolicy | None = ...,
+        paths: Global___PathsPolicy | None = ...,
+        serial: Global___SerialPolicy | None = ...,
+        isolate: Global___IsolatePolicy | None = ...,
+        preemption: Global___PreemptionPolicy | None = ...,
+        priority: Global___PriorityPolicy | None = ...,
+        memory: Global___MemoryPolicy | None = ...,
+        clusters: Global___ClustersPolicy | None = ...,
+        scheduler: Global___SchedulerPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,43 +295,85 @@ class BatchPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACTIVE_FIELD_NUMBER: _builtins.int
+    HARD_CAP_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Running requests at most, all workloads. Schema 1."""
+    hard_cap: _builtins.int
+    """Running requests at most that are not REALTIME and hot. Schema 23."""
     def __init__(
         self,
         *,
         active: _builtins.int | None = ...,
+        hard_cap: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "active", b"active"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_hard_cap", b"_hard_cap", "active", b"active", "hard_cap", b"hard_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "active", b"active"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_hard_cap", b"_hard_cap", "active", b"active", "hard_cap", b"hard_cap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__active: _TypeAlias = _typing.Literal["active"]  # noqa: Y015
     _WhichOneofArgType__active: _TypeAlias = _typing.Literal["_active", b"_active"]  # noqa: Y015
+    _WhichOneofReturnType__hard_cap: _TypeAlias = _typing.Literal["hard_cap"]  # noqa: Y015
+    _WhichOneofArgType__hard_cap: _TypeAlias = _typing.Literal["_hard_cap", b"_hard_cap"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__active) -> _WhichOneofReturnType__active | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hard_cap) -> _WhichOneofReturnType__hard_cap | None: ...
 
 Global___BatchPolicy: _TypeAlias = BatchPolicy  # noqa: Y015
 
 @_typing.final
 class PrefillPolicy(_message.Message):
-    """How much prompt an engine step may take."""
+    """How much prompt an engine step may take, and how long a step may last."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
+    ITL_BUDGET_MS_FIELD_NUMBER: _builtins.int
+    MAX_STEP_MS_FIELD_NUMBER: _builtins.int
+    MAX_SUSPEND_MS_FIELD_NUMBER: _builtins.int
     step_tokens: _builtins.int
     """Tokens per engine step at most, decodes included. Schema 2."""
+    concurrent: _builtins.int
+    """Cold prompts in prefill at once, each with its fair share. Schema 24."""
+    itl_budget_ms: _builtins.int
+    """Predicted time of a step beside protected decodes, at most; 0 is off. Schema 25."""
+    max_step_ms: _builtins.int
+    """Predicted time of any other step, at most; 0 is twice itl_budget_ms. Schema 26."""
+    max_suspend_ms: _builtins.int
+    """Unprotected work is held back at most this long at a time. Schema 27."""
     def __init__(
         self,
         *,
         step_tokens: _builtins.int | None = ...,
+        concurrent: _builtins.int | None = ...,
+        itl_budget_ms: _builtins.int | None = ...,
+        max_step_ms: _builtins.int | None = ...,
+        max_suspend_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_tokens", b"_step_tokens", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_concurrent", b"_concurrent", "_itl_budget_ms", b"_itl_budget_ms", "_max_step_ms", b"_max_step_ms", "_max_suspend_ms", b"_max_suspend_ms", "_step_tokens", b"_step_tokens", "concurrent", b"concurrent", "itl_budget_ms", b"itl_budget_ms", "max_step_ms", b"max_step_ms", "max_suspend_ms", b"max_suspend_ms", "step_tokens", b"step_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_tokens", b"_step_tokens", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_concurrent", b"_concurrent", "_itl_budget_ms", b"_itl_budget_ms", "_max_step_ms", b"_max_step_ms", "_max_suspend_ms", b"_max_suspend_ms", "_step_tokens", b"_step_tokens", "concurrent", b"concurrent", "itl_budget_ms", b"itl_budget_ms", "max_step_ms", b"max_step_ms", "max_suspend_ms", b"max_suspend_ms", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__concurrent: _TypeAlias = _typing.Literal["concurrent"]  # noqa: Y015
+    _WhichOneofArgType__concurrent: _TypeAlias = _typing.Literal["_concurrent", b"_concurrent"]  # noqa: Y015
+    _WhichOneofReturnType__itl_budget_ms: _TypeAlias = _typing.Literal["itl_budget_ms"]  # noqa: Y015
+    _WhichOneofArgType__itl_budget_ms: _TypeAlias = _typing.Literal["_itl_budget_ms", b"_itl_budget_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_step_ms: _TypeAlias = _typing.Literal["max_step_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_step_ms: _TypeAlias = _typing.Literal["_max_step_ms", b"_max_step_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_suspend_ms: _TypeAlias = _typing.Literal["max_suspend_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_suspend_ms: _TypeAlias = _typing.Literal["_max_suspend_ms", b"_max_suspend_ms"]  # noqa: Y015
     _WhichOneofReturnType__step_tokens: _TypeAlias = _typing.Literal["step_tokens"]  # noqa: Y015
     _WhichOneofArgType__step_tokens: _TypeAlias = _typing.Literal["_step_tokens", b"_step_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__concurrent) -> _WhichOneofReturnType__concurrent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_budget_ms) -> _WhichOneofReturnType__itl_budget_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_step_ms) -> _WhichOneofReturnType__max_step_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_suspend_ms) -> _WhichOneofReturnType__max_suspend_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_tokens) -> _WhichOneofReturnType__step_tokens | None: ...
 
 Global___PrefillPolicy: _TypeAlias = PrefillPolicy  # noqa: Y015
@@ -256,6 +418,332 @@ class AdmissionPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_queue) -> _WhichOneofReturnType__realtime_queue | None: ...
 
 Global___AdmissionPolicy: _TypeAlias = AdmissionPolicy  # noqa: Y015
+
+@_typing.final
+class PathsPolicy(_message.Message):
+    """Hot and cold by prompt length; who is protected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOT_BELOW_FIELD_NUMBER: _builtins.int
+    PROTECT_FIELD_NUMBER: _builtins.int
+    REALTIME_MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    REALTIME_RESERVE_FIELD_NUMBER: _builtins.int
+    COLD_WINDOW_MS_FIELD_NUMBER: _builtins.int
+    hot_below: _builtins.int
+    """A prompt below this is hot, in tokens. Schema 6."""
+    protect: Global___ProtectRule.ValueType
+    """Schema 7."""
+    realtime_max_running: _builtins.int
+    """Running requests at most that are REALTIME and hot. Schema 8."""
+    realtime_reserve: _builtins.int
+    """Slots that only the protected may take. Schema 9."""
+    cold_window_ms: _builtins.int
+    """A cold request waits so long for others like it. Schema 10."""
+    def __init__(
+        self,
+        *,
+        hot_below: _builtins.int | None = ...,
+        protect: Global___ProtectRule.ValueType | None = ...,
+        realtime_max_running: _builtins.int | None = ...,
+        realtime_reserve: _builtins.int | None = ...,
+        cold_window_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cold_window_ms", b"_cold_window_ms", "_hot_below", b"_hot_below", "_protect", b"_protect", "_realtime_max_running", b"_realtime_max_running", "_realtime_reserve", b"_realtime_reserve", "cold_window_ms", b"cold_window_ms", "hot_below", b"hot_below", "protect", b"protect", "realtime_max_running", b"realtime_max_running", "realtime_reserve", b"realtime_reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cold_window_ms", b"_cold_window_ms", "_hot_below", b"_hot_below", "_protect", b"_protect", "_realtime_max_running", b"_realtime_max_running", "_realtime_reserve", b"_realtime_reserve", "cold_window_ms", b"cold_window_ms", "hot_below", b"hot_below", "protect", b"protect", "realtime_max_running", b"realtime_max_running", "realtime_reserve", b"realtime_reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cold_window_ms: _TypeAlias = _typing.Literal["cold_window_ms"]  # noqa: Y015
+    _WhichOneofArgType__cold_window_ms: _TypeAlias = _typing.Literal["_cold_window_ms", b"_cold_window_ms"]  # noqa: Y015
+    _WhichOneofReturnType__hot_below: _TypeAlias = _typing.Literal["hot_below"]  # noqa: Y015
+    _WhichOneofArgType__hot_below: _TypeAlias = _typing.Literal["_hot_below", b"_hot_below"]  # noqa: Y015
+    _WhichOneofReturnType__protect: _TypeAlias = _typing.Literal["protect"]  # noqa: Y015
+    _WhichOneofArgType__protect: _TypeAlias = _typing.Literal["_protect", b"_protect"]  # noqa: Y015
+    _WhichOneofReturnType__realtime_max_running: _TypeAlias = _typing.Literal["realtime_max_running"]  # noqa: Y015
+    _WhichOneofArgType__realtime_max_running: _TypeAlias = _typing.Literal["_realtime_max_running", b"_realtime_max_running"]  # noqa: Y015
+    _WhichOneofReturnType__realtime_reserve: _TypeAlias = _typing.Literal["realtime_reserve"]  # noqa: Y015
+    _WhichOneofArgType__realtime_reserve: _TypeAlias = _typing.Literal["_realtime_reserve", b"_realtime_reserve"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cold_window_ms) -> _WhichOneofReturnType__cold_window_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hot_below) -> _WhichOneofReturnType__hot_below | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protect) -> _WhichOneofReturnType__protect | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_max_running) -> _WhichOneofReturnType__realtime_max_running | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_reserve) -> _WhichOneofReturnType__realtime_reserve | None: ...
+
+Global___PathsPolicy: _TypeAlias = PathsPolicy  # noqa: Y015
+
+@_typing.final
+class SerialPolicy(_message.Message):
+    """Giants go one after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ABOVE_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
+    above: _builtins.int
+    """In tokens. Schema 11."""
+    prefills: _builtins.int
+    """Schema 12."""
+    def __init__(
+        self,
+        *,
+        above: _builtins.int | None = ...,
+        prefills: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_prefills", b"_prefills", "above", b"above", "prefills", b"prefills"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_prefills", b"_prefills", "above", b"above", "prefills", b"prefills"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__above: _TypeAlias = _typing.Literal["above"]  # noqa: Y015
+    _WhichOneofArgType__above: _TypeAlias = _typing.Literal["_above", b"_above"]  # noqa: Y015
+    _WhichOneofReturnType__prefills: _TypeAlias = _typing.Literal["prefills"]  # noqa: Y015
+    _WhichOneofArgType__prefills: _TypeAlias = _typing.Literal["_prefills", b"_prefills"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__above) -> _WhichOneofReturnType__above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefills) -> _WhichOneofReturnType__prefills | None: ...
+
+Global___SerialPolicy: _TypeAlias = SerialPolicy  # noqa: Y015
+
+@_typing.final
+class IsolatePolicy(_message.Message):
+    """Requests that must not mix with each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    from_tokens: _builtins.int
+    """In tokens. Schema 13."""
+    action: Global___IsolationAction.ValueType
+    """Schema 14."""
+    @_builtins.property
+    def tenants(self) -> Global___NameList:
+        """Every request of these is isolated. Schema 15."""
+
+    def __init__(
+        self,
+        *,
+        from_tokens: _builtins.int | None = ...,
+        action: Global___IsolationAction.ValueType | None = ...,
+        tenants: Global___NameList | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_action", b"_action", "_from_tokens", b"_from_tokens", "_tenants", b"_tenants", "action", b"action", "from_tokens", b"from_tokens", "tenants", b"tenants"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_action", b"_action", "_from_tokens", b"_from_tokens", "_tenants", b"_tenants", "action", b"action", "from_tokens", b"from_tokens", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__action: _TypeAlias = _typing.Literal["action"]  # noqa: Y015
+    _WhichOneofArgType__action: _TypeAlias = _typing.Literal["_action", b"_action"]  # noqa: Y015
+    _WhichOneofReturnType__from_tokens: _TypeAlias = _typing.Literal["from_tokens"]  # noqa: Y015
+    _WhichOneofArgType__from_tokens: _TypeAlias = _typing.Literal["_from_tokens", b"_from_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tenants: _TypeAlias = _typing.Literal["tenants"]  # noqa: Y015
+    _WhichOneofArgType__tenants: _TypeAlias = _typing.Literal["_tenants", b"_tenants"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__action) -> _WhichOneofReturnType__action | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_tokens) -> _WhichOneofReturnType__from_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenants) -> _WhichOneofReturnType__tenants | None: ...
+
+Global___IsolatePolicy: _TypeAlias = IsolatePolicy  # noqa: Y015
+
+@_typing.final
+class NameList(_message.Message):
+    """A list that can be absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NameList: _TypeAlias = NameList  # noqa: Y015
+
+@_typing.final
+class PreemptionPolicy(_message.Message):
+    """When a running request makes room for a protected one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    GUARANTEED_TIME_SLICE_MS_FIELD_NUMBER: _builtins.int
+    MAX_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    mode: Global___PreemptionMode.ValueType
+    """Schema 16."""
+    guaranteed_time_slice_ms: _builtins.int
+    """Schema 17."""
+    max_preemptions: _builtins.int
+    """By choice, for one request. Schema 18."""
+    def __init__(
+        self,
+        *,
+        mode: Global___PreemptionMode.ValueType | None = ...,
+        guaranteed_time_slice_ms: _builtins.int | None = ...,
+        max_preemptions: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_guaranteed_time_slice_ms", b"_guaranteed_time_slice_ms", "_max_preemptions", b"_max_preemptions", "_mode", b"_mode", "guaranteed_time_slice_ms", b"guaranteed_time_slice_ms", "max_preemptions", b"max_preemptions", "mode", b"mode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_guaranteed_time_slice_ms", b"_guaranteed_time_slice_ms", "_max_preemptions", b"_max_preemptions", "_mode", b"_mode", "guaranteed_time_slice_ms", b"guaranteed_time_slice_ms", "max_preemptions", b"max_preemptions", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__guaranteed_time_slice_ms: _TypeAlias = _typing.Literal["guaranteed_time_slice_ms"]  # noqa: Y015
+    _WhichOneofArgType__guaranteed_time_slice_ms: _TypeAlias = _typing.Literal["_guaranteed_time_slice_ms", b"_guaranteed_time_slice_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_preemptions: _TypeAlias = _typing.Literal["max_preemptions"]  # noqa: Y015
+    _WhichOneofArgType__max_preemptions: _TypeAlias = _typing.Literal["_max_preemptions", b"_max_preemptions"]  # noqa: Y015
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__guaranteed_time_slice_ms) -> _WhichOneofReturnType__guaranteed_time_slice_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_preemptions) -> _WhichOneofReturnType__max_preemptions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+
+Global___PreemptionPolicy: _TypeAlias = PreemptionPolicy  # noqa: Y015
+
+@_typing.final
+class PriorityPolicy(_message.Message):
+    """The order of waiting requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_OVERTAKE_MS_FIELD_NUMBER: _builtins.int
+    MAX_PRIORITY_DIFF_FIELD_NUMBER: _builtins.int
+    REALTIME_DELTA_FIELD_NUMBER: _builtins.int
+    BATCH_DELTA_FIELD_NUMBER: _builtins.int
+    max_overtake_ms: _builtins.int
+    """Schema 19."""
+    max_priority_diff: _builtins.int
+    """Schema 20."""
+    realtime_delta: _builtins.int
+    """Levels; REALTIME goes earlier by so much. Schema 21."""
+    batch_delta: _builtins.int
+    """Levels; BATCH goes earlier by so much. Schema 22."""
+    def __init__(
+        self,
+        *,
+        max_overtake_ms: _builtins.int | None = ...,
+        max_priority_diff: _builtins.int | None = ...,
+        realtime_delta: _builtins.int | None = ...,
+        batch_delta: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_realtime_delta", b"_realtime_delta", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "realtime_delta", b"realtime_delta"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_realtime_delta", b"_realtime_delta", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "realtime_delta", b"realtime_delta"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch_delta: _TypeAlias = _typing.Literal["batch_delta"]  # noqa: Y015
+    _WhichOneofArgType__batch_delta: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta"]  # noqa: Y015
+    _WhichOneofReturnType__max_overtake_ms: _TypeAlias = _typing.Literal["max_overtake_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_overtake_ms: _TypeAlias = _typing.Literal["_max_overtake_ms", b"_max_overtake_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_priority_diff: _TypeAlias = _typing.Literal["max_priority_diff"]  # noqa: Y015
+    _WhichOneofArgType__max_priority_diff: _TypeAlias = _typing.Literal["_max_priority_diff", b"_max_priority_diff"]  # noqa: Y015
+    _WhichOneofReturnType__realtime_delta: _TypeAlias = _typing.Literal["realtime_delta"]  # noqa: Y015
+    _WhichOneofArgType__realtime_delta: _TypeAlias = _typing.Literal["_realtime_delta", b"_realtime_delta"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_delta) -> _WhichOneofReturnType__batch_delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overtake_ms) -> _WhichOneofReturnType__max_overtake_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_priority_diff) -> _WhichOneofReturnType__max_priority_diff | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_delta) -> _WhichOneofReturnType__realtime_delta | None: ...
+
+Global___PriorityPolicy: _TypeAlias = PriorityPolicy  # noqa: Y015
+
+@_typing.final
+class MemoryPolicy(_message.Message):
+    """The engine's KV cache; fractions of its blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRESSURE_THRESHOLD_FIELD_NUMBER: _builtins.int
+    RESERVE_HIGH_PRIORITY_FIELD_NUMBER: _builtins.int
+    pressure_threshold: _builtins.float
+    """Above this use no cold request is admitted. Schema 28."""
+    reserve_high_priority: _builtins.float
+    """What admission keeps free for the protected. Schema 29."""
+    def __init__(
+        self,
+        *,
+        pressure_threshold: _builtins.float | None = ...,
+        reserve_high_priority: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pressure_threshold: _TypeAlias = _typing.Literal["pressure_threshold"]  # noqa: Y015
+    _WhichOneofArgType__pressure_threshold: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__reserve_high_priority: _TypeAlias = _typing.Literal["reserve_high_priority"]  # noqa: Y015
+    _WhichOneofArgType__reserve_high_priority: _TypeAlias = _typing.Literal["_reserve_high_priority", b"_reserve_high_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_threshold) -> _WhichOneofReturnType__pressure_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reserve_high_priority) -> _WhichOneofReturnType__reserve_high_priority | None: ...
+
+Global___MemoryPolicy: _TypeAlias = MemoryPolicy  # noqa: Y015
+
+@_typing.final
+class ClustersPolicy(_message.Message):
+    """Alike lengths run together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPREAD_LIMIT_FIELD_NUMBER: _builtins.int
+    spread_limit: _builtins.float
+    """A fraction of the longest. Schema 30."""
+    def __init__(
+        self,
+        *,
+        spread_limit: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit", "spread_limit", b"spread_limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit", "spread_limit", b"spread_limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__spread_limit: _TypeAlias = _typing.Literal["spread_limit"]  # noqa: Y015
+    _WhichOneofArgType__spread_limit: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spread_limit) -> _WhichOneofReturnType__spread_limit | None: ...
+
+Global___ClustersPolicy: _TypeAlias = ClustersPolicy  # noqa: Y015
+
+@_typing.final
+class SchedulerPolicy(_message.Message):
+    """The scheduler as a whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    mode: Global___SchedulerMode.ValueType
+    """Schema 31."""
+    def __init__(
+        self,
+        *,
+        mode: Global___SchedulerMode.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mode", b"_mode", "mode", b"mode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mode", b"_mode", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+
+Global___SchedulerPolicy: _TypeAlias = SchedulerPolicy  # noqa: Y015
 
 @_typing.final
 class Scope(_message.Message):

@@ -25,6 +25,13 @@ class Job:
     sampling: Sampling
     workload: Workload
     delivered: int = 0
+    arrival_ms: float = 0.0
+    """When the worker got it, on this host's monotonic clock; what its place in every queue counts from."""
+    tenant: str = ""
+    delta: int = 0
+    """Levels by which an operator moved it."""
+    isolated: bool = False
+    """An operator keeps it apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +109,19 @@ class Engine(Protocol):
     async def apply(self, policy: Policy) -> Applied:
         """Take effect at the next step boundary, then return. PolicyRefused changes nothing."""
 
+    async def steer(
+        self, request_ids: Sequence[str], *, delta: int | None = None, isolated: bool | None = None
+    ) -> None:
+        """Change requests that the engine has, from its next step on; unknown ids are passed over."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that the engine has: their `generate` raises EngineFault."""
+
     def load(self) -> Load:
         """Now, from the engine's own counters; cheap enough for every step."""
+
+    def stats(self) -> dict[str, float]:
+        """The scheduler's own, by the names of `scheduling.STATS`; what an engine can't say is absent."""
 
     def owes(self) -> int:
         """Requests whose end the engine has not told yet, whoever reads what it has told."""

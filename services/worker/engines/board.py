@@ -16,7 +16,11 @@ from pathlib import Path
 
 import psutil
 
-_ROW = struct.Struct("<QddQIIQIIQQQ")
+from trimtab.scheduling import STATS
+
+_ROW = struct.Struct("<QddQIIQIIQQQd")
+_STATS = struct.Struct(f"<{len(STATS)}d")
+_STATS_AT = 1024
 _SEQ = struct.Struct("<Q")
 SIZE = 4096
 READ_TRIES = 100
@@ -39,6 +43,8 @@ class Row:
     output_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    hook_us: float = 0.0
+    """What the scheduler's own code has cost, in all, in microseconds."""
 
 
 def create() -> Path:
@@ -72,9 +78,16 @@ class Board:
         _ROW.pack_into(
             self._map, _SEQ.size,
             row.step_no, row.begun, row.predicted_ms, row.ended, row.running, row.waiting, row.queued_prefill_tokens,
-            row.free_blocks, row.total_blocks, row.output_tokens, row.computed_tokens, row.preemptions,
+            row.free_blocks, row.total_blocks, row.output_tokens, row.computed_tokens, row.preemptions, row.hook_us,
         )  # fmt: skip
         _SEQ.pack_into(self._map, 0, seq + 2)
+
+    def write_stats(self, values: tuple[float, ...]) -> None:
+        """The scheduler's statistics, in the order of STATS. Each number is whole; that they are of one step is not promised."""
+        _STATS.pack_into(self._map, _STATS_AT, *values)
+
+    def read_stats(self) -> dict[str, float]:
+        return dict(zip(STATS, _STATS.unpack_from(self._map, _STATS_AT), strict=True))
 
     def read(self) -> Row:
         """The newest whole row. A writer that was stopped or killed in the middle of one leaves the row before it."""

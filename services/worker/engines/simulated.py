@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.engines import Applied, Job, Output, Stamps
 from services.worker.engines.tokenizers import ByteTokenizer
 from trimtab.engine import Costs, EngineValue
-from trimtab.errors import EngineDead, InvalidRequest, Violation
+from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
 from trimtab.messages import Load, TokenLogprobs, TopLogprob
 from trimtab.policy import Policy
 from trimtab.progress import Pulse
-from trimtab.scheduling import StepCaps, step_caps
-from trimtab.snapshot import Limits
+from trimtab.scheduling import STATS, Rules
+from trimtab.snapshot import Document, Limits, Node, resolve
 
 WORDS = "the trim tab turns the rudder, and the rudder turns the ship — 小さな舵 🚢 "
 NATURAL_LENGTH = 48
@@ -36,6 +36,7 @@ class _Live:
     inbox: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)
     scheduled: float = 0.0
     first: float = 0.0
+    preemptions: int = 0
 
 
 class SimulatedEngine:
@@ -54,8 +55,8 @@ class SimulatedEngine:
         self.eos_token_ids = frozenset({ByteTokenizer.EOS})
         blocks = max(4096, 4 * max_model_len // 16)
         self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, 16, blocks, "simulated")
-        self._value = EngineValue(Costs(step_ms, token_us), 16, blocks)
-        self._caps = StepCaps(max_num_seqs, max_step_tokens)
+        resolved = resolve(Document(), Node(model, limits=self.limits), now_unix_ms=0)
+        self._value = EngineValue(Costs(step_ms, token_us), 16, blocks, Rules.of(resolved.policy, self.limits))
         self._live: dict[str, _Live] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -87,13 +88,19 @@ class SimulatedEngine:
         by_itself = not job.sampling.ignore_eos and natural <= job.max_tokens
         live = _Live(job, offset + job.delivered, natural if by_itself else job.max_tokens, by_itself)
         self._live[job.request_id] = live
-        self._value.add(job.request_id, len(job.token_ids), live.output_len, job.workload)
+        arrival_ms = job.arrival_ms or time.monotonic() * 1000.0
+        self._value.add(
+            job.request_id, len(job.token_ids), live.output_len, job.workload, arrival_ms,
+            tenant=job.tenant, delta=job.delta, isolated=job.isolated,
+        )  # fmt: skip
         self._wake.set()
         try:
             while True:
                 output = await live.inbox.get()
                 if output is None:
-                    raise EngineDead("the simulated engine stopped")
+                    if self.dead or self._task is None:
+                        raise EngineDead("the simulated engine stopped")
+                    raise EngineFault("the engine ended the request by itself: abort")
                 yield output
                 if output.finish is not None:
                     return
@@ -102,11 +109,24 @@ class SimulatedEngine:
             self._value.remove(job.request_id)
 
     async def apply(self, policy: Policy) -> Applied:
-        self._caps = step_caps(policy, self.limits)
+        self._value.set_rules(Rules.of(policy, self.limits))
         return Applied(self._value.steps + 1)
+
+    async def steer(
+        self, request_ids: Sequence[str], *, delta: int | None = None, isolated: bool | None = None
+    ) -> None:
+        self._value.planner.steer(request_ids, delta=delta, isolated=isolated)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if live := self._live.get(request_id):
+                live.inbox.put_nowait(None)
 
     def load(self) -> Load:
         return self._value.load()
+
+    def stats(self) -> dict[str, float]:
+        return dict(zip(STATS, self._value.planner.stats(), strict=True))
 
     def owes(self) -> int:
         load = self._value.load()
@@ -128,11 +148,14 @@ class SimulatedEngine:
                 await self._wake.wait()
                 due = loop.time()
             begun = time.monotonic()
-            result = self._value.step(self._caps)
+            result = self._value.step(begun * 1000.0)
             self._pulse = Pulse(self._value.steps, begun, result.cost_ms, ended=False)
             for request_id in result.started:
-                if live := self._live.get(request_id):
+                if (live := self._live.get(request_id)) and not live.scheduled:
                     live.scheduled = begun
+            for request_id in result.preempted:
+                if live := self._live.get(request_id):
+                    live.preemptions += 1
             due = max(due + result.cost_ms / 1000.0, loop.time())
             await asyncio.sleep(due - loop.time())
             self._pulse = Pulse(self._value.steps, begun, result.cost_ms)
@@ -154,4 +177,4 @@ class SimulatedEngine:
             raw = self.tokenizer.token_bytes(token)
             top = (TopLogprob(token, 0.0, raw),) if live.job.sampling.logprobs else ()
             logprobs = (TokenLogprobs(0.0, raw, top),)
-        return Output((token,), finish, logprobs, Stamps(live.scheduled, live.first, now))
+        return Output((token,), finish, logprobs, Stamps(live.scheduled, live.first, now, live.preemptions))

@@ -7,18 +7,18 @@ vLLM's own detokeniser and stop strings are off: the worker does both (`text.py`
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.worker.engines import Applied, Job, Output, Stamps
 from services.worker.engines import board as boards
 from services.worker.engines.tokenizers import HfTokenizer
-from services.worker.engines.vllm_plugin import OWNER_ENV
+from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
 from trimtab.messages import Load, Sampling, StructureKind, TokenLogprobs, TopLogprob
-from trimtab.policy import Policy
+from trimtab.policy import Policy, flatten
 from trimtab.progress import Pulse
-from trimtab.scheduling import CLASS_BASE, step_caps
+from trimtab.scheduling import Rules
 from trimtab.snapshot import Limits
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class VllmEngine:
             model=self._path,
             scheduler_cls="services.worker.engines.vllm_scheduler.scheduler",
             scheduling_policy="priority",
-            additional_config={"trimtab_board": str(self._board_path)},
+            additional_config={BOARD_KEY: str(self._board_path)},
             enforce_eager=not _has_gpu(),
             disable_log_stats=True,
             enable_log_requests=False,
@@ -132,9 +132,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = self._params(job)
-        stream = self._llm.generate(
-            tokens_input(list(job.token_ids)), params, job.request_id, priority=CLASS_BASE[job.workload]
-        )
+        stream = self._llm.generate(tokens_input(list(job.token_ids)), params, job.request_id)
         try:
             async for out in stream:
                 yield self._output(out, job.sampling.logprobs or 0)
@@ -194,6 +192,7 @@ class VllmEngine:
                 ignore_eos=bool(s.ignore_eos),
                 logit_bias=dict(s.logit_bias) or None,
                 structured_outputs=structured,
+                extra_args={EXTRA_KEY: _told(job)},
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
@@ -201,16 +200,27 @@ class VllmEngine:
             raise InvalidRequest(str(e), violations=(Violation("sampling", str(e)),)) from e
 
     async def apply(self, policy: Policy) -> Applied:
-        caps = step_caps(policy, self.limits)
+        Rules.of(policy, self.limits)  # refused here, with the field's name, rather than over there
         try:
-            answer = await self._llm.engine_core.call_utility_async(
-                "trimtab_apply", {"active": caps.active, "step_tokens": caps.step_tokens}
-            )
+            answer = await self._llm.engine_core.call_utility_async("trimtab_apply", flatten(policy))
         except Exception as e:
             if self._llm.errored:
                 raise EngineDead("the engine process is gone") from e
             raise
         return Applied(int(answer["step_no"]))
+
+    async def steer(
+        self, request_ids: Sequence[str], *, delta: int | None = None, isolated: bool | None = None
+    ) -> None:
+        changes = {k: v for k, v in (("delta", delta), ("isolated", isolated)) if v is not None}
+        if request_ids:
+            await self._llm.engine_core.call_utility_async(
+                "trimtab_steer", {"request_ids": list(request_ids), **changes}
+            )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            await self._llm.abort(list(request_ids))
 
     def load(self) -> Load:
         row = self._board.read()
@@ -218,6 +228,9 @@ class VllmEngine:
 
     def owes(self) -> int:
         return int(self._llm.get_num_unfinished_requests())
+
+    def stats(self) -> dict[str, float]:
+        return self._board.read_stats() | {"hook_us": self._board.read().hook_us}
 
     def row(self) -> boards.Row:
         """The whole board, for metrics and tests."""
@@ -239,6 +252,18 @@ class VllmEngine:
             await asyncio.to_thread(self._llm.shutdown, STOP_S)
         self._board.close()
         self._board_path.unlink(missing_ok=True)
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """What the scheduler in the engine's process must know of a request."""
+    return {
+        "request_id": job.request_id,
+        "workload": job.workload.value,
+        "arrival_ms": job.arrival_ms,
+        "tenant": job.tenant,
+        "delta": job.delta,
+        "isolated": job.isolated,
+    }
 
 
 def _structure(s: Sampling, params: Any) -> Any:

@@ -11,6 +11,10 @@ import os
 import signal
 from typing import Any
 
+BOARD_KEY = "trimtab_board"
+"""Key of vLLM's `additional_config` that carries the board's path to the engine process."""
+EXTRA_KEY = "trimtab"
+"""Key of a request's `extra_args` under which the front process says what the scheduler must know of it."""
 OWNER_ENV = "TRIMTAB_ENGINE_OWNER"
 """Set by a worker for its engine's processes, so that a vLLM of somebody else in this environment is left alone."""
 
@@ -32,13 +36,16 @@ def install() -> None:
     """Graft the calls; safe to repeat."""
     from vllm.v1.engine.core import EngineCore
 
-    def trimtab_apply(self: Any, caps: dict[str, int]) -> dict[str, int]:
-        answer: dict[str, int] = self.scheduler.trimtab_apply(caps)
+    def trimtab_apply(self: Any, fields: dict[str, Any]) -> dict[str, int]:
+        answer: dict[str, int] = self.scheduler.trimtab_apply(fields)
         return answer
+
+    def trimtab_steer(self: Any, command: dict[str, Any]) -> int:
+        return int(self.scheduler.trimtab_steer(command))
 
     def trimtab_facts(self: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self.scheduler.trimtab_facts()
         return answer
 
-    for call in (trimtab_apply, trimtab_facts):
+    for call in (trimtab_apply, trimtab_steer, trimtab_facts):
         setattr(EngineCore, call.__name__, call)

@@ -1,8 +1,9 @@
-"""Our scheduler inside vLLM: a thin subclass that obeys the pushed caps and announces each step on the board.
+"""Our scheduler inside vLLM: a thin subclass that carries out the planner's plan and announces each step on the board.
 
-What it enforces is decided in `trimtab.scheduling`; here it meets vLLM. Of vLLM's internals it uses `max_num_active_reqs`,
-`max_num_scheduled_tokens`, `max_num_running_reqs`, `running`, `waiting`, `kv_holding_waiting`, `requests` and
-`kv_cache_manager.block_pool`; `tests/vllm/test_internals.py` lists them, so that an upgrade fails there, loudly.
+What runs is decided in `trimtab.scheduling`; here it meets vLLM, by four hooks. `waiting` is a queue that presents whom the plan admits;
+`_reserve_prefill_lookahead` clips a request's tokens to its allowance; `schedule` preempts before vLLM looks; `_preempt_request` and
+`_free_request` tell the planner what vLLM did by itself. Every internal of vLLM that is touched stands in
+`tests/vllm/test_internals_scheduler.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.worker.engines import vllm_plugin
 from services.worker.engines.board import Board, Row
-from trimtab.progress import StepTime
-
-BOARD_KEY = "trimtab_board"
-"""Key of vLLM's `additional_config` that carries the board's path to the engine process."""
+from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY
+from services.worker.engines.vllm_queue import PlannedQueue
+from trimtab.messages import Workload
+from trimtab.policy import Mode, Policy, with_fields
+from trimtab.scheduling import Item, Memory, Plan, Planner, Rules
+from trimtab.snapshot import Document, Limits, Node, resolve
 
 
 class TrimtabScheduler:
@@ -38,6 +42,10 @@ class TrimtabScheduler:
     max_num_running_reqs: int
     max_num_active_reqs: int
     max_num_scheduled_tokens: int
+    num_prefill_lookahead: int
+    requires_kv_delivery: bool
+    prev_step_scheduled_req_ids: set[str]
+    _pause_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,23 +53,32 @@ class TrimtabScheduler:
         assert isinstance(config.additional_config, dict)
         self._board = Board(Path(config.additional_config[BOARD_KEY]))
         self._row = Row()
-        self._step_time = StepTime()
+        self._limits = Limits(self.max_num_running_reqs, self.scheduler_config.max_num_batched_tokens)
+        policy = resolve(Document(), Node("engine", limits=self._limits), now_unix_ms=0).policy
+        self._planner = Planner(Rules.of(policy, self._limits))
+        self.waiting = PlannedQueue()
+        self._internal_id: dict[str, str] = {}
+        self._allowance: dict[str, int] = {}
+        # Bound once each, so that a step without a clip costs nothing for the requests that decode.
+        self._clipping, self._reserving = self._clip, super()._reserve_prefill_lookahead  # type: ignore[misc]
+        self._evicting = False
         # Under async scheduling a step is scheduled while the one before it runs: each begins when that one ends.
         self._in_flight: deque[float] = deque()
         self._last_end = 0.0
+        self._use(policy)
         self._announce()
 
-    def trimtab_apply(self, caps: dict[str, int]) -> dict[str, int]:
-        """Set the caps; they hold from the next step on. Lowering them evicts nobody. Answers with that step's number."""
-        active, step_tokens = caps["active"], caps["step_tokens"]
-        if not 1 <= active <= self.max_num_running_reqs:
-            raise ValueError(f"active must be in [1, {self.max_num_running_reqs}], not {active}")
-        ceiling = self.scheduler_config.max_num_batched_tokens
-        if not 1 <= step_tokens <= ceiling:
-            raise ValueError(f"step_tokens must be in [1, {ceiling}], not {step_tokens}")
-        self.max_num_active_reqs = active
-        self.max_num_scheduled_tokens = step_tokens
+    # Calls of the front process, between two steps.
+
+    def trimtab_apply(self, fields: dict[str, Any]) -> dict[str, int]:
+        """Take a whole policy; it holds from the next step on, whose number is the answer. Refused, it changes nothing."""
+        self._use(with_fields(Policy(), fields))
         return {"step_no": self._row.step_no + 1}
+
+    def trimtab_steer(self, command: dict[str, Any]) -> int:
+        """Change waiting or running requests by their ids: their `delta` in levels, or `isolated`. Answers with how many are here."""
+        ids = [self._internal_id.get(request_id, "") for request_id in command["request_ids"]]
+        return self._planner.steer(ids, delta=command.get("delta"), isolated=command.get("isolated"))
 
     def trimtab_facts(self) -> dict[str, Any]:
         """What the front process needs to know once: sizes that vLLM settled during start, and the caps in force."""
@@ -74,16 +91,106 @@ class TrimtabScheduler:
             "step_tokens": self.max_num_scheduled_tokens,
         }
 
+    def _use(self, policy: Policy) -> None:
+        rules = Rules.of(policy, self._limits)
+        self._planner.set_rules(rules)
+        self.max_num_active_reqs = rules.active
+        self.max_num_scheduled_tokens = rules.step_tokens
+        for request in self.requests.values():
+            self._set_priority(request)
+
+    # A step.
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        begun = time.monotonic()
+        plan = self._prepare(begun * 1000.0)
+        planned = time.monotonic()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        scheduled = time.monotonic()
+        self.waiting.present(())
+        shape = self._planner.began(
+            plan,
+            begun * 1000.0,
+            output.num_scheduled_tokens,
+            output.total_num_scheduled_tokens,
+            lambda item: int(self.requests[item.request_id].num_computed_tokens),
+        )
         row = self._row
         row.step_no += 1
-        row.begun = time.monotonic()
-        self._in_flight.append(row.begun)
+        row.begun = begun
+        self._in_flight.append(begun)
         row.ended = 0
-        row.predicted_ms = self._step_time.predict(output.total_num_scheduled_tokens)
+        row.predicted_ms = self._planner.model.predict(shape)
         self._announce()
+        self._board.write_stats(self._planner.stats())
+        row.hook_us += (planned - begun + time.monotonic() - scheduled) * 1e6
         return output
+
+    def _prepare(self, now_ms: float) -> Plan:
+        """Preempt, plan, and set up the hooks for what vLLM does next."""
+        self._allowance = {}
+        if self._pause_state != PauseState.UNPAUSED:
+            # vLLM admits nobody then, and what runs goes on.
+            self._reserve_prefill_lookahead = self._reserving
+            return Plan()
+        planner = self._planner
+        for item in planner.victims(now_ms, self._memory(), self._ready):
+            self._evict(item)
+        plan = planner.plan(now_ms, self._memory(), self._ready)
+        while len(self.running) > 1 and self._short_of_blocks(plan):
+            victim = planner.memory_victim()
+            if victim is None:
+                break
+            self._evict(victim)
+            plan = planner.plan(now_ms, self._memory(), self._ready)
+        self._allowance = plan.allowance
+        self._reserve_prefill_lookahead = self._clipping if plan.allowance else self._reserving
+        self.waiting.present([self.requests[item.request_id] for item in plan.admit])
+        return plan
+
+    def _clip(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """vLLM asks this for each request just before it allocates: 0 leaves a running one out of the step."""
+        allowed = self._allowance.get(request.request_id, num_new_tokens)
+        tokens = min(num_new_tokens, allowed)
+        if self.num_prefill_lookahead:
+            tokens = self._reserving(request, num_computed_tokens, tokens)
+        return tokens
+
+    def _ready(self, item: Item) -> bool:
+        """Whether vLLM would admit it: not while its grammar compiles, or while output of before a preemption is still on its way."""
+        request = self.requests[item.request_id]
+        if not self._handle_blocked_waiting_request(request):  # type: ignore[attr-defined]
+            return False
+        return not request.num_stale_output_tokens or bool(request.drop_stale_output)
+
+    def _memory(self) -> Memory:
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return Memory(free, self.kv_cache_config.num_blocks, self.block_size)
+
+    def _short_of_blocks(self, plan: Plan) -> bool:
+        """Whether those who run would not find the blocks for this step. Looks closely only when it might be so."""
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        size = self.block_size
+        if free > len(self.running) + self.max_num_scheduled_tokens // size + len(self._planner.prefilling):
+            return False
+        need = 0
+        for request in self.running:
+            have = request.num_computed_tokens
+            takes = min(
+                request.num_tokens_with_spec + request.num_output_placeholders - have, self.max_num_scheduled_tokens
+            )
+            takes = min(takes, plan.allowance.get(request.request_id, takes))
+            need += -(-(have + takes) // size) - -(-have // size)
+        return bool(need > free)
+
+    def _evict(self, item: Item) -> None:
+        request = self.requests[item.request_id]
+        self.running.remove(request)
+        self._evicting = True
+        self._preempt_request(request, time.monotonic(), drop_stale_output=self.requires_kv_delivery)
+        self._evicting = False
+        # vLLM's first model runner sends all token ids of a resumed request only when it was not part of the step before.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -93,34 +200,80 @@ class TrimtabScheduler:
         begun = max(self._in_flight.popleft(), self._last_end)
         self._last_end = now
         if tokens:
-            self._step_time.observe(tokens, (now - begun) * 1000.0)
+            self._planner.ended((now - begun) * 1000.0)
         row.computed_tokens += tokens
         row.output_tokens += sum(len(o.new_token_ids) for each in outputs.values() for o in each.outputs)
         row.ended = 0 if self._in_flight else 1
         self._announce()
+        row.hook_us += (time.monotonic() - now) * 1e6
         return outputs
 
+    # Requests come and go.
+
     def add_request(self, request: Any) -> None:
+        known = request.request_id in self.requests
         super().add_request(request)  # type: ignore[misc]
+        if not known:
+            self._planner.add(self._item(request))
+            self._set_priority(request)
         self._announce()
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+    def _item(self, request: Any) -> Item:
+        params = request.sampling_params
+        told = ((params.extra_args if params else None) or {}).get(EXTRA_KEY, {})
+        self._internal_id[told.get("request_id", request.request_id)] = request.request_id
+        return Item(
+            request_id=request.request_id,
+            workload=Workload(told.get("workload", Workload.REALTIME.value)),
+            prompt_tokens=request.num_prompt_tokens,
+            arrival_ms=told.get("arrival_ms") or time.monotonic() * 1000.0,
+            tenant=told.get("tenant", ""),
+            delta=told.get("delta", 0),
+            isolated=told.get("isolated", False),
+        )
+
+    def _set_priority(self, request: Any) -> None:
+        """vLLM's own choice of a victim, should it come to that, follows the mode too."""
+        item = self._planner.find(request.request_id)
+        fcfs = self._planner.rules.mode is Mode.FCFS
+        request.priority = 0 if fcfs or item is None or item.workload is Workload.REALTIME else 10
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        ids = (
+            [request_ids]
+            if isinstance(request_ids, str)
+            else list(self.requests if request_ids is None else request_ids)
+        )
+        for request_id in ids:
+            self._planner.aborted(request_id)
+        finished = super().finish_requests(ids, finished_status)  # type: ignore[misc]
         # Between steps no step announces that an aborted request is gone.
         self._announce()
         return finished
 
-    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._planner.remove(request.request_id)
+        params = request.sampling_params
+        told = ((params.extra_args if params else None) or {}).get(EXTRA_KEY, {})
+        name = told.get("request_id", request.request_id)
+        # A retry under the same name may have come meanwhile.
+        if self._internal_id.get(name) == request.request_id:
+            del self._internal_id[name]
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         self._row.preemptions += 1
-        return super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
+        if not self._evicting:
+            self._planner.counters.memory_preemptions += 1
+        self._planner.preempted(request.request_id, goal=request.num_tokens)
+        return answer
 
     def _announce(self) -> None:
-        row = self._row
+        row, planner = self._row, self._planner
         row.running = len(self.running)
         row.waiting = len(self.waiting) + len(self.kv_holding_waiting)
-        row.queued_prefill_tokens = sum(
-            max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values()
-        )
+        row.queued_prefill_tokens = planner.queued_prefill_tokens
         row.free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         row.total_blocks = self.kv_cache_config.num_blocks
         self._board.write(row)

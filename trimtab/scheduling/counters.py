@@ -1,0 +1,74 @@
+"""What the scheduler counts, and under which names it goes out with a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trimtab.messages import Workload
+
+
+@dataclass(slots=True)
+class Waits:
+    """How long requests of one workload waited for their first step, in milliseconds."""
+
+    count: int = 0
+    sum_ms: float = 0.0
+    max_ms: float = 0.0
+
+    def add(self, ms: float) -> None:
+        self.count += 1
+        self.sum_ms += ms
+        self.max_ms = max(self.max_ms, ms)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine's start."""
+
+    preemptions: int = 0
+    """By choice, for a protected request."""
+    memory_preemptions: int = 0
+    slices_broken: int = 0
+    """Preempted for want of KV blocks before its guaranteed time slice was over."""
+    slices_denied: int = 0
+    """Steps in which a protected request waited because everybody who could have made room still had his slice."""
+    recomputed_tokens: int = 0
+    aborted_tokens: int = 0
+    """Computed for requests that were then aborted."""
+    computed_tokens: int = 0
+    held_decodes: int = 0
+    """Decodes left out of a step for the sake of a protected one."""
+    forced: int = 0
+    """Requests scheduled past soft limits because they would have been overtaken by too much, and steps that ended a suspension."""
+    max_overtake_ms: float = 0.0
+    """The most by which a request that was first scheduled had arrived after a BATCH request that had not been."""
+    waits: dict[Workload, Waits] = field(default_factory=lambda: {w: Waits() for w in Workload})
+
+
+STATS = (
+    "preemptions",
+    "memory_preemptions",
+    "slices_broken",
+    "slices_denied",
+    "recomputed_tokens",
+    "aborted_tokens",
+    "computed_tokens",
+    "held_decodes",
+    "forced",
+    "max_overtake_ms",
+    "realtime_waits",
+    "realtime_wait_ms",
+    "realtime_max_wait_ms",
+    "batch_waits",
+    "batch_wait_ms",
+    "batch_max_wait_ms",
+    "step_error_ms",
+    "step_constant_ms",
+    "step_ms_per_prefill_token",
+    "step_ms_per_1000_context",
+    "step_ms_per_decode",
+    "step_ms_per_1000_kv",
+    "step_ms_above_first_knee",
+    "step_ms_above_last_knee",
+)
+"""The names of `Planner.stats`, in its order."""

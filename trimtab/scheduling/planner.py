@@ -1,0 +1,310 @@
+"""The scheduler's state from step to step: who waits, who runs, what was promised. It decides by `victims` and `step`; it has no clock.
+
+The engine's side of each call, in order: `add` and `remove` as requests come and go; before a step `victims` (the engine preempts them
+and says `preempted`), then `plan`; when the step is under way `began`; when it is over `ended`. Work per step grows with what changes
+in it, not with what runs: decodes are counted, not visited.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from trimtab.messages import Workload
+from trimtab.policy import Mode
+from trimtab.scheduling import step, victims
+from trimtab.scheduling.counters import Counters
+from trimtab.scheduling.item import Item
+from trimtab.scheduling.line import Line
+from trimtab.scheduling.rules import Rules
+from trimtab.scheduling.step import Memory, Plan
+from trimtab.scheduling.steptime import Shape, StepTimeModel
+
+
+@dataclass(slots=True)
+class _Step:
+    shape: Shape
+    idle: list[Item]
+
+
+class Planner:
+    """One engine's. Belongs to one thread."""
+
+    def __init__(self, rules: Rules, model: StepTimeModel | None = None) -> None:
+        self.rules = rules
+        self.model = model or StepTimeModel()
+        self.counters = Counters()
+        self.waiting: Line[Item] = Line()
+        self.running: dict[str, Item] = {}
+        self.prefilling: dict[str, Item] = {}
+        self.rest_decodes: dict[str, Item] = {}
+        """Unprotected, in the order in which they take turns when not all of them fit."""
+        self.protected_decodes: dict[str, Item] = {}
+        self.express_running = 0
+        self.queued_prefill_tokens = 0
+        self.busy_ms = 0.0
+        """Time spent in steps: the clock of time slices."""
+        self.rest_ran_ms = 0.0
+        """When unprotected work last got its share."""
+        self.barred: set[str] = set()
+        """Preempted since the last step: never preempted and resumed in one."""
+        self.made_room = False
+        """Somebody was preempted by choice since the last step."""
+        self.no_victim_before_ms = 0.0
+        """On the busy clock: until then everybody's time slice is known to last."""
+        self._now_ms = 0.0
+        self._decode_steps = 0
+        self._kv_bases = {True: 0, False: 0}
+        """Sum of `kv_base` over the protected decodes, and over the rest."""
+        self._in_flight: deque[_Step] = deque()
+
+    # Requests come and go.
+
+    def add(self, item: Item) -> None:
+        item.classify(self.rules)
+        self.waiting.add(item)
+        self.queued_prefill_tokens += item.left
+
+    def remove(self, request_id: str) -> Item | None:
+        """Finished or aborted, wherever it is; safe to repeat."""
+        item = self.waiting.remove(request_id)
+        if item is not None:
+            self.queued_prefill_tokens -= item.left
+            self.barred.discard(request_id)
+            return item
+        item = self.running.get(request_id)
+        if item is not None:
+            self._leave_running(item)
+        return item
+
+    def aborted(self, request_id: str) -> None:
+        """`remove`, of one whose work is lost."""
+        item = self.find(request_id)
+        if item is not None:
+            self.counters.aborted_tokens += max(item.high_water, self.computed(item))
+            self.remove(request_id)
+
+    def find(self, request_id: str) -> Item | None:
+        return self.running.get(request_id) or self.waiting.get(request_id)
+
+    def set_rules(self, rules: Rules) -> None:
+        """Holds from the next step on. Lowering a cap evicts nobody."""
+        self.rules = rules
+        self.no_victim_before_ms = 0.0
+        self.waiting_changed(list(self.waiting))
+        for item in list(self.running.values()):
+            was_protected = item.protected
+            self.express_running -= item.express
+            item.classify(rules)
+            self.express_running += item.express
+            # Who stays where he is keeps his turn among the decodes.
+            if item.protected != was_protected and item.request_id not in self.prefilling:
+                self._stop_decoding(item)
+                self._start_decoding(item)
+
+    def waiting_changed(self, items: Iterable[Item]) -> None:
+        """Their delta or isolation is another one now."""
+        for item in items:
+            item.classify(self.rules)
+        self.waiting.resort()
+
+    def steer(self, request_ids: Iterable[str], *, delta: int | None = None, isolated: bool | None = None) -> int:
+        """Change requests that wait or run; how many of them are here."""
+        found = [item for request_id in request_ids if (item := self.find(request_id)) is not None]
+        for item in found:
+            item.delta = item.delta if delta is None else delta
+            item.isolated = item.isolated if isolated is None else isolated
+        self.waiting_changed(found)
+        return len(found)
+
+    # Before a step.
+
+    def victims(self, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> list[Item]:
+        """Who has to make room now. The engine preempts each and says so by `preempted` before it asks for the plan."""
+        self._now_ms = now_ms
+        if self.rules.mode is not Mode.TRIMTAB or not self.waiting:
+            return []
+        found = victims.by_choice(self, now_ms, memory, ready)
+        self.counters.preemptions += len(found)
+        self.made_room = bool(found)
+        for item in found:
+            item.preemptions += 1
+        return found
+
+    def memory_victim(self) -> Item | None:
+        """Who goes when a running request finds no free block."""
+        found = victims.for_memory(self)
+        if found is not None:
+            self.counters.memory_preemptions += 1
+            self.counters.slices_broken += self.rules.mode is Mode.TRIMTAB and not victims.slice_over(self, found)
+        return found
+
+    def preempted(self, request_id: str, *, goal: int) -> None:
+        """It waits again and has `goal` tokens to compute anew."""
+        item = self.running[request_id]
+        reached = self.computed(item)
+        item.high_water = max(item.high_water, reached)
+        self._leave_running(item)
+        item.goal, item.computed, item.held_ms, item.waits_since_ms = goal, 0, 0.0, self._now_ms
+        item.fresh = True
+        self.barred.add(request_id)
+        self.waiting.add(item)
+        self.queued_prefill_tokens += item.left
+
+    def plan(self, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> Plan:
+        """What the next step holds. Nothing changes until it began, so that a plan may be dropped for another one."""
+        self._now_ms = now_ms
+        if self.rules.mode is not Mode.TRIMTAB:
+            return step.baseline(self, ready)
+        return step.assemble(self, now_ms, memory, ready)
+
+    # The step itself.
+
+    def began(
+        self, plan: Plan, now_ms: float, ran: Mapping[str, int], total_tokens: int, computed: Callable[[Item], int]
+    ) -> Shape:
+        """What the engine made of the plan: `ran` gives each scheduled request its tokens, `computed` what it has with this step."""
+        shape = Shape(kv_tokens=self.kv_tokens)
+        admitted = [i for i in plan.admit if i.request_id in ran]
+        for item in admitted:
+            self._admit(item, now_ms)
+        idle = self._idle_decodes(ran)
+        if total_tokens:
+            shape.kv_tokens -= sum(map(self.computed, idle))
+            self._decode_steps += 1
+            for item in idle:
+                item.kv_base -= 1
+                self._kv_bases[item.protected] -= 1
+        # Of those held back, vLLM may have preempted some meanwhile.
+        self.counters.held_decodes += sum(i.request_id in self.running for i in plan.held)
+        self.counters.forced += plan.forced
+        if plan.held:
+            self._take_turns(ran)
+        for item in list(self.prefilling.values()):
+            tokens = ran.get(item.request_id, 0)
+            if not tokens:
+                idle.append(item)
+                continue
+            self._prefilled(item, tokens, min(item.goal, computed(item)), shape)
+        shape.decodes = total_tokens - shape.prefill_tokens
+        self.counters.computed_tokens += total_tokens
+        if plan.rest_ran or not (self.rest_decodes or len(self.prefilling)):
+            self.rest_ran_ms = now_ms
+        self.barred.clear()
+        self.made_room = False
+        if total_tokens:
+            self._in_flight.append(_Step(shape, idle))
+        return shape
+
+    def _idle_decodes(self, ran: Mapping[str, int]) -> list[Item]:
+        """Decodes that are no part of the step: held back, or there was no token or block left for them."""
+        decodes = len(self.rest_decodes) + len(self.protected_decodes)
+        if len(ran) - sum(request_id in ran for request_id in self.prefilling) == decodes:
+            return []
+        every = (*self.protected_decodes.values(), *self.rest_decodes.values())
+        return [i for i in every if i.request_id not in ran]
+
+    def _take_turns(self, ran: Mapping[str, int]) -> None:
+        """Who ran goes behind those who sat out."""
+        for decodes in (self.protected_decodes, self.rest_decodes):
+            for request_id in [i for i in decodes if i in ran]:
+                decodes[request_id] = decodes.pop(request_id)
+
+    def ended(self, ms: float) -> None:
+        """The oldest step under way took `ms`; steps without a token are not told."""
+        step_ = self._in_flight.popleft()
+        self.model.observe(step_.shape, ms)
+        self.busy_ms += ms
+        for item in step_.idle:
+            item.held_ms += ms
+
+    # Views.
+
+    def computed(self, item: Item) -> int:
+        """Tokens of a running request whose KV is there."""
+        decoding = item.request_id in self.rest_decodes or item.request_id in self.protected_decodes
+        return item.kv_base + self._decode_steps if decoding else item.computed
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that all decodes together read in a step."""
+        return self.protected_kv_tokens + self.rest_kv_tokens
+
+    @property
+    def protected_kv_tokens(self) -> int:
+        return self._kv_bases[True] + self._decode_steps * len(self.protected_decodes)
+
+    @property
+    def rest_kv_tokens(self) -> int:
+        return self._kv_bases[False] + self._decode_steps * len(self.rest_decodes)
+
+    def growing(self, block_size: int) -> int:
+        """Decodes whose next token needs another block."""
+        decodes = (*self.protected_decodes.values(), *self.rest_decodes.values())
+        return sum((i.kv_base + self._decode_steps) % block_size == 0 for i in decodes)
+
+    def executed_ms(self, item: Item) -> float:
+        """Time in which it was part of steps since its last admission."""
+        return self.busy_ms - item.busy_at_admission - item.held_ms
+
+    def stats(self) -> tuple[float, ...]:
+        """What a report says of the scheduler, named by STATS; counters since the engine's start, times in milliseconds."""
+        c, w = self.counters, self.model.weights
+        realtime, batch = c.waits[Workload.REALTIME], c.waits[Workload.BATCH]
+        return (
+            c.preemptions, c.memory_preemptions, c.slices_broken, c.slices_denied, c.recomputed_tokens, c.aborted_tokens,
+            c.computed_tokens, c.held_decodes, c.forced, c.max_overtake_ms, realtime.count, realtime.sum_ms, realtime.max_ms,
+            batch.count, batch.sum_ms, batch.max_ms, self.model.error_ms, *w,
+        )  # fmt: skip
+
+    # Moves.
+
+    def _admit(self, item: Item, now_ms: float) -> None:
+        self.waiting.remove(item.request_id)
+        item.busy_at_admission, item.held_ms = self.busy_ms, 0.0
+        # It is no part of steps that are under way already.
+        for step_ in self._in_flight:
+            if item not in step_.idle:
+                step_.idle.append(item)
+        self.running[item.request_id] = item
+        self.prefilling[item.request_id] = item
+        self.express_running += item.express
+        if item.started:
+            return
+        item.started = True
+        self.counters.waits[item.workload].add(now_ms - item.arrival_ms)
+        for other in self.waiting:
+            if other.workload is Workload.BATCH and not other.started:
+                by = item.arrival_ms - other.arrival_ms
+                self.counters.max_overtake_ms = max(self.counters.max_overtake_ms, by)
+
+    def _prefilled(self, item: Item, tokens: int, reached: int, shape: Shape) -> None:
+        """`reached` tokens are computed with this step, `tokens` of them in it; between may lie a hit in the prefix cache."""
+        shape.add_prefill(tokens, max(0, reached - tokens))
+        self.counters.recomputed_tokens += max(0, min(reached, item.high_water) - max(0, reached - tokens))
+        item.high_water = max(item.high_water, reached)
+        self.queued_prefill_tokens -= reached - item.computed
+        item.computed = reached
+        if not item.left:
+            del self.prefilling[item.request_id]
+            item.fresh = False
+            item.kv_base = item.goal - self._decode_steps
+            self._start_decoding(item)
+
+    def _start_decoding(self, item: Item) -> None:
+        (self.protected_decodes if item.protected else self.rest_decodes)[item.request_id] = item
+        self._kv_bases[item.protected] += item.kv_base
+
+    def _stop_decoding(self, item: Item) -> None:
+        for protected, decodes in ((True, self.protected_decodes), (False, self.rest_decodes)):
+            if decodes.pop(item.request_id, None) is not None:
+                self._kv_bases[protected] -= item.kv_base
+
+    def _leave_running(self, item: Item) -> None:
+        del self.running[item.request_id]
+        self.express_running -= item.express
+        if self.prefilling.pop(item.request_id, None) is not None:
+            self.queued_prefill_tokens -= item.left
+        else:
+            self._stop_decoding(item)
