@@ -113,15 +113,15 @@ def test_where_nobody_is_alike_the_first_goes():
 
 
 def test_who_has_waited_half_the_bound_is_not_passed_by_alike_ones():
-    run = a_run(
-        paths__hot_below=100, prefill__concurrent=2, clusters__spread_limit=0.3, priority__max_overtake_ms=1000, **OPEN
-    )  # fmt: skip
-    run.now = 500.0
-    run.batch(1000, 5, arrival=400.0)
-    old = run.batch(5000, 5, arrival=0.0)
-    run.batch(800, 5, arrival=450.0)
-    run.step()
-    assert set(run.planner.running) == {"b0", old}
+    fields = {"paths__hot_below": 100, "clusters__spread_limit": 0.3, "priority__max_overtake_ms": 1000}
+    for waited, expected in ((400.0, "b2"), (600.0, "b1")):
+        run = a_run(prefill__concurrent=2, **fields, **OPEN)
+        run.now = 5000.0
+        run.batch(1000, 5)
+        run.step()
+        run.batch(5000, 5, arrival=run.now - waited)
+        run.batch(800, 5)
+        assert run.step().started == (expected,)
 
 
 def a_run_with_a_window(**fields):
@@ -170,7 +170,7 @@ def test_above_the_pressure_threshold_no_cold_request_joins_but_hot_ones_do():
 def test_the_reserve_is_for_the_protected():
     run = a_run(blocks=100, memory__reserve_high_priority=0.3, paths__realtime_reserve=0)
     run.batch(16 * 50, 1000)
-    run.step()
+    run.drain_until(lambda: run.planner.rest_decodes)
     other = run.batch(16 * 30, 5)
     run.step(3)
     assert other not in run.planner.running
@@ -203,6 +203,14 @@ def test_a_prompt_whose_blocks_an_express_request_took_gets_what_is_left_and_kee
     assert run.step().ran == {urgent: 375, long: 24}
     run.drain()
     assert run.counters.memory_preemptions == 0
+
+
+def test_blocks_that_a_prompt_takes_in_a_step_are_no_longer_promised():
+    run = a_run(costs=Costs(10.0, 10.0), blocks=100, prefill__step_tokens=1000, **OPEN)
+    long = run.batch(16 * 80, 5)
+    run.step()
+    small = run.batch(16 * 19 - 1, 5)
+    assert run.step().ran == {long: 280, small: 303}
 
 
 def test_an_admission_leaves_decodes_the_blocks_that_they_begin():

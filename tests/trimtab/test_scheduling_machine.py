@@ -244,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
         shape = Shape(kv_tokens=alone.kv_tokens, decodes=alone.decodes)
         shape.add_prefill(MIN_CHUNK, 200)
         least = max(predicted(alone), predicted(shape))
-        assert self.plan.predicted_ms <= max(self.engine.rules.itl_budget_ms, least) * 1.02 + 1.0
+        assert predicted(self.plan.shape) <= max(self.engine.rules.itl_budget_ms, least) * 1.02 + 1.0
 
     def check_caps(self, during, started, prefilling_before, preempted):
         r = self.engine.rules

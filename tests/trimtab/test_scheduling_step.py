@@ -149,6 +149,18 @@ def test_a_suspension_is_counted_from_when_there_was_something_to_suspend():
     assert run.step().ran[long] == 89
 
 
+def test_however_small_the_steps_what_ends_suspensions_leaves_tokens_to_the_protected():
+    run = a_run(prefill__step_tokens=5, prefill__max_suspend_ms=0, **OPEN)
+    urgent = run.realtime(10, 50)
+    run.drain_until(lambda: run.planner.protected_decodes)
+    run.batch(10, 100)
+    run.drain_until(lambda: run.planner.rest_decodes)
+    run.batch(500)
+    before = len(run.steps)
+    run.step(20)
+    assert run.tokens_of(urgent)[before:] == [1] * 20
+
+
 # Express first.
 
 
@@ -214,11 +226,12 @@ def test_a_budget_that_nothing_fits_into_still_lets_everybody_through():
         assert run.step().tokens > 0
 
 
-def test_a_request_as_large_as_the_memory_runs_when_it_is_alone():
+@pytest.mark.parametrize(("prompt", "output"), [(159, 2), (160, 1), (50, 111)])
+def test_a_request_as_large_as_the_memory_runs_when_it_is_alone(prompt, output):
     run = a_run(blocks=10)
     run.realtime(50, 40)
-    large = run.batch(159, 2)
-    run.drain(200)
+    large = run.batch(prompt, output)
+    run.drain(400)
     assert run.ended(large)
 
 
@@ -233,7 +246,7 @@ def test_the_prediction_is_what_the_step_then_costs():
             run.realtime(50 + n, 20)
         result = run.step()
         assert not predicted[-1].held
-        assert predicted[-1].predicted_ms == pytest.approx(result.cost_ms)
+        assert planner.model.predict(predicted[-1].shape) == pytest.approx(result.cost_ms)
 
 
 # Rules change while it runs.

@@ -300,6 +300,17 @@ def test_nobody_makes_room_where_even_all_would_not_be_enough():
     assert len(run.engine.running) == 2
 
 
+def test_room_is_made_for_the_blocks_that_decodes_begin_in_the_same_step_too():
+    run = a_full_memory(30, 30, 30, blocks=20)
+    run.drain_until(lambda: all(s.computed % 16 == 0 for s in run.engine.running))
+    free = run.engine.free_blocks
+    urgent = run.realtime(16 * free - 1)
+    # It would fit, had not each of the three a block to begin.
+    assert len(run.step().preempted) == 1
+    assert urgent in run.steps[-1][1].ran
+    assert run.counters.memory_preemptions == 0
+
+
 # For want of memory.
 
 

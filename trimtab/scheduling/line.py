@@ -43,8 +43,9 @@ class Line(Generic[T]):
         row = self._row_of.get(request_id)
         return row[3] if row else None
 
-    def add(self, item: T) -> None:
-        self._number += 1
+    def add(self, item: T, number: int | None = None) -> None:
+        """`number` settles ties; lines that are merged share theirs."""
+        self._number = self._number + 1 if number is None else number
         row = (item.order, item.arrival_ms, self._number, item)
         bisect.insort(self._rows, row)
         self._row_of[item.request_id] = row
@@ -64,6 +65,13 @@ class Line(Generic[T]):
         self._row_of.clear()
         for item in items:
             self.add(item)
+
+    def last(self) -> T | None:
+        return self._rows[-1][3] if self._rows else None
+
+    def rows(self) -> Iterator[tuple[float, float, int, T]]:
+        """In order, with what they are ordered by."""
+        return iter(self._rows)
 
     def first(self) -> T | None:
         return self._rows[0][3] if self._rows else None

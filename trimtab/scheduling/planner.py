@@ -16,15 +16,16 @@ from trimtab.policy import Mode
 from trimtab.scheduling import step, victims
 from trimtab.scheduling.counters import Counters
 from trimtab.scheduling.item import Item
-from trimtab.scheduling.line import Line
 from trimtab.scheduling.rules import Rules
 from trimtab.scheduling.step import Memory, Plan
 from trimtab.scheduling.steptime import Shape, StepTimeModel
+from trimtab.scheduling.waiting import Waiting
 
 
 @dataclass(slots=True)
 class _Step:
     shape: Shape
+    predicted_ms: float
     idle: list[Item]
 
 
@@ -35,7 +36,7 @@ class Planner:
         self.rules = rules
         self.model = model or StepTimeModel()
         self.counters = Counters()
-        self.waiting: Line[Item] = Line()
+        self.waiting = Waiting()
         self.running: dict[str, Item] = {}
         self.prefilling: dict[str, Item] = {}
         self.rest_decodes: dict[str, Item] = {}
@@ -171,11 +172,11 @@ class Planner:
             self._admit(item, now_ms)
         idle = self._idle_decodes(ran)
         if total_tokens:
-            shape.kv_tokens -= sum(map(self.computed, idle))
-            self._decode_steps += 1
             for item in idle:
+                shape.kv_tokens -= item.kv_base + self._decode_steps
                 item.kv_base -= 1
                 self._kv_bases[item.protected] -= 1
+            self._decode_steps += 1
         # Of those held back, vLLM may have preempted some meanwhile.
         self.counters.held_decodes += sum(i.request_id in self.running for i in plan.held)
         self.counters.forced += plan.forced
@@ -194,7 +195,7 @@ class Planner:
         self.barred.clear()
         self.made_room = False
         if total_tokens:
-            self._in_flight.append(_Step(shape, idle))
+            self._in_flight.append(_Step(shape, self.model.predict(shape), idle))
         return shape
 
     def _idle_decodes(self, ran: Mapping[str, int]) -> list[Item]:
@@ -244,6 +245,11 @@ class Planner:
         decodes = (*self.protected_decodes.values(), *self.rest_decodes.values())
         return sum((i.kv_base + self._decode_steps) % block_size == 0 for i in decodes)
 
+    @property
+    def predicted_ms(self) -> float:
+        """Of the step that began last."""
+        return self._in_flight[-1].predicted_ms if self._in_flight else 0.0
+
     def executed_ms(self, item: Item) -> float:
         """Time in which it was part of steps since its last admission."""
         return self.busy_ms - item.busy_at_admission - item.held_ms
@@ -263,6 +269,7 @@ class Planner:
     def _admit(self, item: Item, now_ms: float) -> None:
         self.waiting.remove(item.request_id)
         item.busy_at_admission, item.held_ms = self.busy_ms, 0.0
+        self.no_victim_before_ms = min(self.no_victim_before_ms, self.busy_ms + self.rules.slice_ms)
         # It is no part of steps that are under way already.
         for step_ in self._in_flight:
             if item not in step_.idle:
@@ -274,10 +281,9 @@ class Planner:
             return
         item.started = True
         self.counters.waits[item.workload].add(now_ms - item.arrival_ms)
-        for other in self.waiting:
-            if other.workload is Workload.BATCH and not other.started:
-                by = item.arrival_ms - other.arrival_ms
-                self.counters.max_overtake_ms = max(self.counters.max_overtake_ms, by)
+        oldest_ms = self.waiting.oldest_unstarted_ms()
+        if oldest_ms is not None:
+            self.counters.max_overtake_ms = max(self.counters.max_overtake_ms, item.arrival_ms - oldest_ms)
 
     def _prefilled(self, item: Item, tokens: int, reached: int, shape: Shape) -> None:
         """`reached` tokens are computed with this step, `tokens` of them in it; between may lie a hit in the prefix cache."""

@@ -48,7 +48,8 @@ class Plan:
     admit: list[Item] = field(default_factory=list)
     allowance: dict[str, int] = field(default_factory=dict)
     held: list[Item] = field(default_factory=list)
-    predicted_ms: float = 0.0
+    shape: Shape = field(default_factory=Shape)
+    """What the step holds if vLLM finds nothing in its prefix cache."""
     rest_ran: bool = True
     """Unprotected work got its share, or there was none."""
     forced: int = 0
@@ -58,7 +59,9 @@ class Plan:
 def baseline(s: Planner, ready: Callable[[Item], bool]) -> Plan:
     """vLLM's own ways, `fcfs` and `priority`: everybody in order, nobody bounded but by the engine."""
     assert s.rules.mode is not Mode.TRIMTAB
-    return Plan(admit=[i for i in s.waiting if i.request_id not in s.barred and ready(i)])
+    places = max(0, s.rules.active - len(s.running))
+    able = (i for i in s.waiting if i.request_id not in s.barred and ready(i))
+    return Plan(admit=list(islice(able, places)))
 
 
 def express_limit_ms(s: Planner) -> float:
@@ -91,28 +94,39 @@ class _Assembly:
     def __init__(self, s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> None:
         self.s, self.r, self.now_ms, self.memory = s, s.rules, now_ms, memory
         self.result = Plan()
-        self.shape = Shape()
-        self.waiting = [i for i in s.waiting if i.request_id not in s.barred and ready(i)]
-        self.cold_waiting = sum(not i.hot for i in self.waiting)
+        self.shape = self.result.shape
         self.running = len(s.running)
+        # Where nobody can be admitted it is enough to know whether one who waits is protected.
+        full = self.running >= self.r.active or (
+            self.running - s.express_running >= self.r.hard_cap and not s.waiting.express
+        )
+        self.waiting = (
+            []
+            if full
+            else s.waiting.foremost(self.r.active - self.running, lambda i: i.request_id not in s.barred and ready(i))
+        )
+        express_waits = any(i.request_id not in s.barred and ready(i) for i in s.waiting.express)
+        self.cold_waiting = len(s.waiting.cold)
         self.express = s.express_running
         self.others = self.running - self.express
         prefilling = s.prefilling.values()
         bs = memory.block_size
-        # Blocks that prompts in prefill have been promised: nobody but the express may take those.
-        self.promised = sum(i.still_takes(bs) for i in prefilling)
-        # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
-        wanted = self.promised + sum(i.blocks(bs) for i in self.waiting) + self.r.reserve * memory.total_blocks
-        self.free = memory.free_blocks
-        if self.free < wanted + self.running:
-            self.free -= s.growing(bs)
-        self.serial = sum(i.serial for i in prefilling)
-        # Looked for only where it matters: it visits everybody who runs.
-        self.alone = any(i.alone for i in self.waiting) and any(i.alone for i in s.running.values())
+        self.promised = self.serial = 0
+        self.free, self.alone = memory.free_blocks, False
+        if self.waiting:
+            # Blocks that prompts in prefill have been promised: nobody but the express may take those.
+            self.promised = sum(i.still_takes(bs) for i in prefilling)
+            # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
+            wanted = self.promised + sum(i.blocks(bs) for i in self.waiting) + self.r.reserve * memory.total_blocks
+            if self.free < wanted + self.running:
+                self.free -= s.growing(bs)
+            self.serial = sum(i.serial for i in prefilling)
+            # Looked for only where it matters: it visits everybody who runs.
+            self.alone = any(i.alone for i in self.waiting) and any(i.alone for i in s.running.values())
         self.overdue: list[Item] = []
         self.rest_prefilling = sorted((i for i in prefilling if not i.express), key=lambda i: i.order)
         self.rest_tokens = 0
-        express_prefill = len(self.rest_prefilling) < len(s.prefilling) or any(i.express for i in self.waiting)
+        express_prefill = len(self.rest_prefilling) < len(s.prefilling) or express_waits
         self.present = bool(s.protected_decodes) or express_prefill
         self.rest_limit = self.r.itl_budget_ms if self.present else self.r.max_step_ms
         # Tokens of this step that nobody else may take, until their turn comes.
@@ -123,17 +137,19 @@ class _Assembly:
 
     def plan(self) -> Plan:
         s, shape = self.s, self.shape
+        prompts = bool(s.prefilling or self.waiting)
         self._protected_decodes()
-        self._express_prefill()
+        if prompts:
+            self._express_prefill()
         self._rest_decodes()
         decodes_ran = shape.decodes > self.protected_ran or not s.rest_decodes
-        self._rest_prefill()
+        if prompts:
+            self._rest_prefill()
         if not shape.tokens:
             self._make_progress()
         self.result.admit = [i for i in self.result.admit if self.result.allowance[i.request_id]]
         self.result.rest_ran = decodes_ran and (self.rest_tokens > 0 or not self.rest_prefilling)
         self.result.forced += self.ends_suspension
-        self.result.predicted_ms = s.model.predict(shape)
         return self.result
 
     # Parts of the step.
@@ -175,16 +191,20 @@ class _Assembly:
         # Room that somebody had to make is theirs for whom he made it.
         if not self.s.made_room:
             self._admit_overdue()
-        for item in [i for i in (*self.overdue, *self.waiting) if i.express]:
+        for item in [i for i in self.overdue if i.express]:
+            least -= self._chunk(item, max(least, self._room(limit, item)))
+        for item in [i for i in self.waiting if i.express]:
+            if self.running >= self.r.active or self.express >= self.r.realtime_max_running or self._tokens_left() < 1:
+                break
             tokens = max(least, self._room(limit, item))
-            if item in self.overdue:
-                least -= self._chunk(item, tokens)
-            elif min(tokens, self._tokens_left()) > 0 and self._express(item):
+            if tokens > 0 and self._express(item):
                 least -= self._admit(item, tokens)
 
     def _admit_overdue(self) -> None:
         """Who would be overtaken by too much is scheduled now, be it by a small chunk; who was preempted waits no longer than that either."""
-        latest = max((i.arrival_ms for i in self.waiting), default=0.0)
+        if not self.waiting:
+            return
+        latest = self.s.waiting.latest_ms
         overdue = [
             i
             for i in self.waiting
@@ -210,14 +230,16 @@ class _Assembly:
             if item.hot:
                 self._chunk(item, self._room(self.rest_limit, item))
         for item in list(self.waiting):
-            if item.hot and not item.express and self._room(self.rest_limit, item) > 0 and self._soft(item):
-                self._admit(item, self._room(self.rest_limit, item))
+            if not self._place():
+                break
+            if item.hot and not item.express and self._soft(item) and (room := self._room(self.rest_limit, item)) > 0:
+                self._admit(item, room)
         cold = [i for i in running if not i.hot]
         active, paused = cold[: self.r.concurrent], cold[self.r.concurrent :]
         for item in paused:
             self._chunk(item, 0)
         joining: list[Item] = []
-        if self.waiting and self._room(self.rest_limit, self.waiting[0]) > 0:
+        if self.waiting and self._place() and self._room(self.rest_limit, self.waiting[0]) > 0:
             joining = self._joining(self.r.concurrent - len(cold))
         # From the back, so that who comes first takes what the others leave; then what a short one leaves goes to the others.
         sharers = [*active, *joining]
@@ -253,6 +275,10 @@ class _Assembly:
                 return
 
     # Limits.
+
+    def _place(self) -> bool:
+        """Whether somebody might find a slot who is not express; what else he needs is not looked at."""
+        return self.running < self.r.active and self.others < self.r.hard_cap
 
     def _capacity(self, item: Item) -> bool:
         """Slots and exclusivity; memory only while others hold it."""

@@ -42,7 +42,7 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
     if slots <= 0 and blocks <= 0:
         return []
     if s.busy_ms < s.no_victim_before_ms and r.preemption is not Preemption.AGGRESSIVE:
-        s.counters.slices_denied += 1
+        s.counters.slices_denied += s.no_victim_before_ms < float("inf")
         return []
     able: list[Item] = []
     denied, soonest = 0, float("inf")
@@ -58,11 +58,11 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
                 able.append(item)
             else:
                 denied += 1
-                soonest = min(soonest, 0.0 if item.fresh else item.busy_at_admission + item.held_ms + r.slice_ms)
+                soonest = min(soonest, item.busy_at_admission + item.held_ms + r.slice_ms)
     able.sort(key=s.computed)
     found = _fewest([(i, -(-s.computed(i) // bs)) for i in able], len(s.running) + 1 - r.active, slots, blocks)
-    if not able and denied:
-        # Who is admitted later has his slice later, so nobody comes before the soonest of these.
+    if not able:
+        # Until the soonest of these; who is admitted later brings his own time.
         s.no_victim_before_ms = soonest
     if not found and denied:
         s.counters.slices_denied += 1
@@ -71,13 +71,15 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
 
 def _could_start(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> list[Item]:
     """Express requests that the next step would begin if they had a slot and blocks."""
+    if not s.waiting.express:
+        return []
     places = s.rules.realtime_max_running - s.express_running
     tokens = express_tokens(s, now_ms) - sum(i.left for i in s.prefilling.values() if i.express)
     found: list[Item] = []
-    for item in s.waiting:
+    for item in s.waiting.express:
         if len(found) >= places or tokens <= 0:
             break
-        if not item.express or item.request_id in s.barred:
+        if item.request_id in s.barred:
             continue
         if item.alone and any(i.alone for i in (*s.running.values(), *found)):
             continue

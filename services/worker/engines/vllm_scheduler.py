@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from trimtab.messages import Workload
 from trimtab.policy import Mode, Policy, with_fields
 from trimtab.scheduling import Item, Memory, Plan, Planner, Rules
 from trimtab.snapshot import Document, Limits, Node, resolve
+
+STATS_EVERY = 16
+"""Steps from one writing of the statistics to the next; an engine that comes to rest writes them in any case."""
+_NEW_TOKENS = attrgetter("new_token_ids")
 
 
 class TrimtabScheduler:
@@ -58,9 +64,8 @@ class TrimtabScheduler:
         self._planner = Planner(Rules.of(policy, self._limits))
         self.waiting = PlannedQueue()
         self._internal_id: dict[str, str] = {}
-        self._allowance: dict[str, int] = {}
         # Bound once each, so that a step without a clip costs nothing for the requests that decode.
-        self._clipping, self._reserving = self._clip, super()._reserve_prefill_lookahead  # type: ignore[misc]
+        self._reserving = super()._reserve_prefill_lookahead  # type: ignore[misc]
         self._evicting = False
         # Under async scheduling a step is scheduled while the one before it runs: each begins when that one ends.
         self._in_flight: deque[float] = deque()
@@ -108,7 +113,7 @@ class TrimtabScheduler:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         scheduled = time.monotonic()
         self.waiting.present(())
-        shape = self._planner.began(
+        self._planner.began(
             plan,
             begun * 1000.0,
             output.num_scheduled_tokens,
@@ -120,41 +125,44 @@ class TrimtabScheduler:
         row.begun = begun
         self._in_flight.append(begun)
         row.ended = 0
-        row.predicted_ms = self._planner.model.predict(shape)
+        row.predicted_ms = self._planner.predicted_ms
         self._announce()
-        self._board.write_stats(self._planner.stats())
         row.hook_us += (planned - begun + time.monotonic() - scheduled) * 1e6
         return output
 
     def _prepare(self, now_ms: float) -> Plan:
         """Preempt, plan, and set up the hooks for what vLLM does next."""
-        self._allowance = {}
         if self._pause_state != PauseState.UNPAUSED:
             # vLLM admits nobody then, and what runs goes on.
             self._reserve_prefill_lookahead = self._reserving
             return Plan()
         planner = self._planner
-        for item in planner.victims(now_ms, self._memory(), self._ready):
+        memory = self._memory()
+        victims = planner.victims(now_ms, memory, self._ready)
+        for item in victims:
             self._evict(item)
-        plan = planner.plan(now_ms, self._memory(), self._ready)
+        plan = planner.plan(now_ms, self._memory() if victims else memory, self._ready)
         while len(self.running) > 1 and self._short_of_blocks(plan):
             victim = planner.memory_victim()
             if victim is None:
                 break
             self._evict(victim)
             plan = planner.plan(now_ms, self._memory(), self._ready)
-        self._allowance = plan.allowance
-        self._reserve_prefill_lookahead = self._clipping if plan.allowance else self._reserving
+        self._reserve_prefill_lookahead = self._clipper(plan.allowance) if plan.allowance else self._reserving
         self.waiting.present([self.requests[item.request_id] for item in plan.admit])
         return plan
 
-    def _clip(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """vLLM asks this for each request just before it allocates: 0 leaves a running one out of the step."""
-        allowed = self._allowance.get(request.request_id, num_new_tokens)
-        tokens = min(num_new_tokens, allowed)
-        if self.num_prefill_lookahead:
-            tokens = self._reserving(request, num_computed_tokens, tokens)
-        return tokens
+    def _clipper(self, allowance: dict[str, int]) -> Callable[[Any, int, int], int]:
+        """vLLM asks the answer for each request just before it allocates: 0 leaves a running one out of the step."""
+        get = allowance.get
+
+        def clip(request: Any, _: int, tokens: int) -> int:
+            allowed = get(request.request_id)
+            return tokens if allowed is None or tokens < allowed else allowed
+
+        if not self.num_prefill_lookahead:
+            return clip
+        return lambda request, computed, tokens: self._reserving(request, computed, clip(request, computed, tokens))
 
     def _ready(self, item: Item) -> bool:
         """Whether vLLM would admit it: not while its grammar compiles, or while output of before a preemption is still on its way."""
@@ -202,8 +210,10 @@ class TrimtabScheduler:
         if tokens:
             self._planner.ended((now - begun) * 1000.0)
         row.computed_tokens += tokens
-        row.output_tokens += sum(len(o.new_token_ids) for each in outputs.values() for o in each.outputs)
+        row.output_tokens += sum(sum(map(len, map(_NEW_TOKENS, each.outputs))) for each in outputs.values())
         row.ended = 0 if self._in_flight else 1
+        if row.step_no % STATS_EVERY == 0 or not self.running:
+            self._board.write_stats(self._planner.stats())
         self._announce()
         row.hook_us += (time.monotonic() - now) * 1e6
         return outputs

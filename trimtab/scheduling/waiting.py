@@ -1,0 +1,76 @@
+"""Who waits in the planner: one line for each class that a step looks at in turn, so that no step has to look at everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush, merge
+from itertools import islice
+
+from trimtab.messages import Workload
+from trimtab.scheduling.item import Item
+from trimtab.scheduling.line import Line
+
+LOOK = 16
+"""Of each class a step considers so many more than it could admit."""
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self.express: Line[Item] = Line()
+        self.hot: Line[Item] = Line()
+        self.cold: Line[Item] = Line()
+        self._number = 0
+        self._lines = (self.express, self.hot, self.cold)
+        self._unstarted: list[tuple[float, str]] = []
+        """BATCH, by arrival; those who are gone or have started leave when they come to the top."""
+
+    def __len__(self) -> int:
+        return len(self.express) + len(self.hot) + len(self.cold)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In order, whatever the class."""
+        return (row[3] for row in merge(*(line.rows() for line in self._lines)))
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in line for line in self._lines)
+
+    def get(self, request_id: str) -> Item | None:
+        return self.express.get(request_id) or self.hot.get(request_id) or self.cold.get(request_id)
+
+    def add(self, item: Item) -> None:
+        self._number += 1
+        (self.express if item.express else self.hot if item.hot else self.cold).add(item, self._number)
+        if item.workload is Workload.BATCH and not item.started:
+            heappush(self._unstarted, (item.arrival_ms, item.request_id))
+
+    def remove(self, request_id: str) -> Item | None:
+        return self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
+
+    def resort(self) -> None:
+        """After orders or classes have changed."""
+        items = list(self)
+        self.__init__()  # type: ignore[misc]
+        for item in items:
+            self.add(item)
+
+    def foremost(self, places: int, able: Callable[[Item], bool]) -> list[Item]:
+        """Of those who are `able`, the first of each class, in order: enough to fill `places` and to have a choice."""
+        most = LOOK + places
+        return [
+            row[3] for row in merge(*(islice((r for r in line.rows() if able(r[3])), most) for line in self._lines))
+        ]
+
+    @property
+    def latest_ms(self) -> float:
+        """Arrival of who came last."""
+        return max((item.arrival_ms for line in self._lines if (item := line.last()) is not None), default=0.0)
+
+    def oldest_unstarted_ms(self) -> float | None:
+        """Arrival of the oldest BATCH request that was never scheduled."""
+        heap = self._unstarted
+        while heap:
+            item = self.get(heap[0][1])
+            if item is not None and not item.started:
+                return heap[0][0]
+            heappop(heap)
+        return None
