@@ -117,7 +117,7 @@ class PathsPart:
     )
     realtime_reserve: int = whole(
         1, low=0, high=4096, schema=9, unit="slots",
-        doc="slots of batch.active that only the protected may take (one slot always stays for the others)",
+        doc="slots of batch.active that only the protected may take, while anybody else runs",
     )  # fmt: skip
     cold_window_ms: int = whole(
         0, low=0, high=500, schema=10, unit="milliseconds",

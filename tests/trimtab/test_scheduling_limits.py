@@ -213,6 +213,21 @@ def test_blocks_that_a_prompt_takes_in_a_step_are_no_longer_promised():
     assert run.step().ran == {long: 280, small: 303}
 
 
+def test_a_prompt_in_prefill_leaves_decodes_the_blocks_that_they_begin():
+    run = a_run(costs=Costs(10.0, 10.0), blocks=30, **OPEN)
+    for _ in range(3):
+        run.batch(15, 1000)
+    run.drain_until(lambda: len(run.planner.rest_decodes) == 3)
+    run.engine.set_rules(rules(prefill__step_tokens=150, **OPEN))
+    long = run.batch(16 * 26, 5)
+    run.step()
+    assert {s.computed for s in run.engine.running} == {16, 147}
+    run.engine.free_blocks = 3
+    # Each decode takes one of the three; what is left to the prompt is the rest of the block that it has.
+    assert run.step().ran[long] == 13
+    assert run.counters.memory_preemptions == 0
+
+
 def test_an_admission_leaves_decodes_the_blocks_that_they_begin():
     run = a_run(blocks=40, **OPEN)
     for _ in range(4):
@@ -325,7 +340,7 @@ def test_an_overdue_request_takes_the_rest_of_the_step_too():
 
 
 def test_soft_limits_give_way_to_who_is_overdue():
-    fields = {"batch__active": 2, "paths__realtime_reserve": 1, "paths__cold_window_ms": 500, "paths__hot_below": 50}
+    fields = {"batch__active": 2, "paths__realtime_reserve": 0, "paths__cold_window_ms": 500, "paths__hot_below": 50}
     run = a_run(priority__max_overtake_ms=400, preemption__mode="none", **fields)
     run.batch(10, 1000)
     run.step(10)
@@ -333,6 +348,36 @@ def test_soft_limits_give_way_to_who_is_overdue():
     run.step()
     assert old not in run.planner.running
     run.batch(100, 5, arrival=run.now + 1000)
+    assert run.step().started == (old,)
+
+
+def test_a_kept_slot_is_kept_from_who_is_overdue_too_but_never_the_only_one_he_could_have():
+    fields = {"batch__active": 3, "paths__realtime_reserve": 1, "preemption__mode": "none"}
+    run = a_run(priority__max_overtake_ms=400, **fields)
+    run.batch(10, 1000)
+    run.batch(10, 1000)
+    run.step(10)
+    old = run.batch(10, 5)
+    run.now += 5000.0
+    urgent = run.realtime(10, 5)
+    assert run.step().started == (urgent,)
+    run.engine.remove("b0")
+    assert old not in run.step().started, "one of the others runs, and the last slot is the protected's"
+    run.engine.remove("b1")
+    assert run.step().started == (old,)
+
+
+def test_who_came_last_is_not_who_stands_last():
+    fields = {"paths__realtime_reserve": 0, "paths__hot_below": 50, "prefill__concurrent": 1}
+    run = a_run(priority__max_overtake_ms=1400, memory__reserve_high_priority=0.0, **fields)
+    run.batch(3000, 5)
+    run.step()
+    run.now = 2000.0
+    old = run.batch(100, 5, arrival=0.0)
+    run.realtime(60, 5, arrival=1500.0)
+    run.batch(60, 5, arrival=600.0)
+    assert [i.request_id for i in run.planner.waiting][-1] == "b3"
+    # 1500 ms are too much, and other prompts in prefill are no reason.
     assert run.step().started == (old,)
 
 

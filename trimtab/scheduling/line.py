@@ -66,9 +66,6 @@ class Line(Generic[T]):
         for item in items:
             self.add(item)
 
-    def last(self) -> T | None:
-        return self._rows[-1][3] if self._rows else None
-
     def rows(self) -> Iterator[tuple[float, float, int, T]]:
         """In order, with what they are ordered by."""
         return iter(self._rows)

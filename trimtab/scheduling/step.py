@@ -2,8 +2,8 @@
 
 The protected come first and within `itl_budget_ms`; what else rides along has to fit beside them, and is held back where it does not, for
 `max_suspend_ms` at most. Without anybody protected a step may last `max_step_ms`. Limits are hard (slots, memory, one giant at a time) or
-soft (shares, windows, alike lengths, slots kept for the protected); a request that would otherwise be overtaken by more than
-`max_overtake_ms` passes the soft ones. A step is never empty while somebody could run.
+soft (shares, windows, alike lengths); a request that would otherwise be overtaken by more than `max_overtake_ms` passes the soft ones. Slots
+kept for the protected are hard while anybody else runs. A step is never empty while somebody could run.
 """
 
 from __future__ import annotations
@@ -111,18 +111,18 @@ class _Assembly:
         self.others = self.running - self.express
         prefilling = s.prefilling.values()
         bs = memory.block_size
-        self.promised = self.serial = 0
-        self.free, self.alone = memory.free_blocks, False
+        # Blocks that prompts in prefill have been promised: nobody but the express may take those.
+        self.promised = sum(i.still_takes(bs) for i in prefilling)
+        # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
+        self.free, wanted = memory.free_blocks, float(self.promised)
+        self.serial, self.alone = 0, False
         if self.waiting:
-            # Blocks that prompts in prefill have been promised: nobody but the express may take those.
-            self.promised = sum(i.still_takes(bs) for i in prefilling)
-            # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
-            wanted = self.promised + sum(i.blocks(bs) for i in self.waiting) + self.r.reserve * memory.total_blocks
-            if self.free < wanted + self.running:
-                self.free -= s.growing(bs)
+            wanted += sum(i.blocks(bs) for i in self.waiting) + self.r.reserve * memory.total_blocks
             self.serial = sum(i.serial for i in prefilling)
             # Looked for only where it matters: it visits everybody who runs.
             self.alone = any(i.alone for i in self.waiting) and any(i.alone for i in s.running.values())
+        if wanted and self.free < wanted + self.running:
+            self.free -= s.growing(bs)
         self.overdue: list[Item] = []
         self.rest_prefilling = sorted((i for i in prefilling if not i.express), key=lambda i: i.order)
         self.rest_tokens = 0
@@ -204,16 +204,17 @@ class _Assembly:
         """Who would be overtaken by too much is scheduled now, be it by a small chunk; who was preempted waits no longer than that either."""
         if not self.waiting:
             return
-        latest = self.s.waiting.latest_ms
+        # Nobody else can be scheduled before them in this step.
+        latest = max(i.arrival_ms for i in self.waiting)
         overdue = [
             i
             for i in self.waiting
             if (self.now_ms if i.started else latest) - i.waits_since_ms > self.r.max_overtake_ms
         ]
         for item in sorted(overdue, key=lambda i: i.arrival_ms):
-            if self._tokens_left() > 0 and (
-                self._express(item) if item.express else self._hard(item, reserved_slots=0)
-            ):
+            # An old backlog must not take the slots that are kept for the protected, nor be without any slot for ever.
+            reserved = 0 if item.protected or not self.others else self.r.realtime_reserve
+            if self._tokens_left() > 0 and (self._express(item) if item.express else self._hard(item, reserved)):
                 self._admit(item, MIN_CHUNK)
                 self.overdue.append(item)
                 self.result.forced += 1

@@ -42,6 +42,9 @@ class Waiting:
         (self.express if item.express else self.hot if item.hot else self.cold).add(item, self._number)
         if item.workload is Workload.BATCH and not item.started:
             heappush(self._unstarted, (item.arrival_ms, item.request_id))
+            # Behind one who waits for long, many come and go.
+            if len(self._unstarted) > 2 * len(self) + LOOK:
+                self._unstarted = sorted(filter(self._stands, self._unstarted))
 
     def remove(self, request_id: str) -> Item | None:
         return self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
@@ -60,17 +63,15 @@ class Waiting:
             row[3] for row in merge(*(islice((r for r in line.rows() if able(r[3])), most) for line in self._lines))
         ]
 
-    @property
-    def latest_ms(self) -> float:
-        """Arrival of who came last."""
-        return max((item.arrival_ms for line in self._lines if (item := line.last()) is not None), default=0.0)
-
     def oldest_unstarted_ms(self) -> float | None:
         """Arrival of the oldest BATCH request that was never scheduled."""
         heap = self._unstarted
         while heap:
-            item = self.get(heap[0][1])
-            if item is not None and not item.started:
+            if self._stands(heap[0]):
                 return heap[0][0]
             heappop(heap)
         return None
+
+    def _stands(self, row: tuple[float, str]) -> bool:
+        item = self.get(row[1])
+        return item is not None and not item.started and item.arrival_ms == row[0]

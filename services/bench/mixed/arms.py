@@ -99,7 +99,7 @@ def longest_ms(budget_ms: int) -> int:
 def ours(budget_ms: int) -> Arm:
     """Our scheduler as it is by default, with this budget."""
     longest = longest_ms(budget_ms)
-    policy = {MODE: "trimtab", BUDGET: budget_ms, LONGEST: longest}
+    policy: Partial = {MODE: "trimtab", BUDGET: budget_ms, LONGEST: longest}
     return Arm(f"ours-{budget_ms}", policy, f"ours, {BUDGET} = {budget_ms}, {LONGEST} = {longest}")
 
 
