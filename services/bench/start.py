@@ -22,7 +22,7 @@ from services.worker.engines.vllm import environment
 from services.worker.engines.vllm_plugin import OWNER_ENV
 from trimtab.client import Client
 from trimtab.kit.cli import ExitCode
-from trimtab.kit.process import free_port, state_dir
+from trimtab.kit.process import free_port
 
 START_S = 300.0
 LINE_BYTES = 16 << 20
@@ -43,9 +43,6 @@ class Shape:
         found = {k: v for k, v in environment(self.kv_cache_gib).items() if k != OWNER_ENV}
         if Path(self.model).is_dir():
             found["HF_HUB_OFFLINE"] = "1"
-        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-            # Else every process of every engine compiles all of vLLM and torch anew, 10 s each; it goes where nobody looks for source.
-            found |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(state_dir("bench") / "pycache")}
         return found
 
 
