@@ -6,6 +6,8 @@ vLLM's own detokeniser and stop strings are off: the worker does both (`text.py`
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from services.worker.engines import board as boards
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
-from trimtab.messages import Load, Sampling, StructureKind, TokenLogprobs, TopLogprob
+from trimtab.messages import Load, Sampling, Structure, StructureKind, TokenLogprobs, TopLogprob, Workload
 from trimtab.policy import Policy, flatten
 from trimtab.progress import Pulse
 from trimtab.scheduling import Rules
@@ -122,6 +124,24 @@ class VllmEngine:
         ends = ends if isinstance(ends, list) else [ends]
         self.eos_token_ids = frozenset(int(x) for x in (*ends, self._llm.renderer.get_eos_token_id()) if x is not None)
         self.tokenizer = HfTokenizer(self._llm.renderer.tokenizer, config.get_vocab_size())
+        await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        """Have vLLM compile now what it compiles at first use: log probabilities, for one and for several, and the first grammar.
+
+        In the midst of serving that is a step of many seconds, which looks like a hung engine to everybody else.
+        """
+
+        async def one(name: str, sampling: Sampling) -> None:
+            async for _ in self.generate(Job(f"warm-up/{name}", (1, 2, 3), 2, sampling, Workload.REALTIME)):
+                pass
+
+        logprobs = Sampling(temperature=0.0, ignore_eos=True, logprobs=1)
+        await one("alone", logprobs)
+        await asyncio.gather(one("first", logprobs), one("second", logprobs))
+        # Not every tokenizer can do grammars; a request that needs one is told so when it comes.
+        with contextlib.suppress(InvalidRequest):
+            await one("grammar", Sampling(temperature=0.0, structure=Structure(StructureKind.REGEX, "[a-z]{1,2}")))
 
     def check(self, job: Job) -> None:
         self._params(job)
@@ -245,8 +265,6 @@ class VllmEngine:
         return self._llm is not None and bool(self._llm.errored)
 
     async def stop(self) -> None:
-        import asyncio
-
         if self._llm is not None:
             # It joins processes; the loop must go on serving health meanwhile.
             await asyncio.to_thread(self._llm.shutdown, STOP_S)
