@@ -18,6 +18,7 @@ import aiohttp
 
 from services.bench.arms import MODEL, Arm, BareArm, GrpcArm, HttpArm
 from services.bench.processes import BenchError, Processes, grpc_serving
+from services.bench.steering import Steering
 from services.worker.engines.vllm import environment
 from services.worker.engines.vllm_plugin import OWNER_ENV
 from trimtab.client import Client
@@ -62,6 +63,7 @@ class Mesh:
 
     gateway: str
     worker: str
+    control: str
 
 
 async def start_mesh(processes: Processes, flags: Sequence[str], environment: Mapping[str, str]) -> Mesh:
@@ -82,7 +84,7 @@ async def start_mesh(processes: Processes, flags: Sequence[str], environment: Ma
     front = await processes.start("gateway", ["-m", "services.gateway", *common, *gateway, *to_control])
     await started.ready(lambda: grpc_serving(here["worker"]), START_S)
     await front.ready(lambda: grpc_serving(here["gateway"]), 30.0)
-    return Mesh(here["gateway"], here["worker"])
+    return Mesh(here["gateway"], here["worker"], here["control"])
 
 
 async def start_vllm_mesh(processes: Processes, shape: Shape) -> Mesh:
@@ -166,6 +168,10 @@ async def real_arms(
 
         async def ours() -> dict[str, Arm]:
             mesh = await start_vllm_mesh(processes, shape)
+            steering = Steering(processes, mesh.control)
+            await steering.connected()
+            # What the way costs is asked here, not what a budget for steps is worth: plain vLLM has none.
+            await steering.steer({"prefill.itl_budget_ms": "0"})
             gateway = await stack.enter_async_context(Client(mesh.gateway))
             worker = await stack.enter_async_context(Client(mesh.worker))
             return {"mesh": GrpcArm("mesh", gateway), "worker": GrpcArm("worker", worker)}

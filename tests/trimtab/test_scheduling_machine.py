@@ -319,7 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "40")),
     stateful_step_count=25,
     deadline=None,
     report_multiple_bugs=False,

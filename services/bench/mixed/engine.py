@@ -6,66 +6,20 @@ board that the engine process writes in shared memory: reading it costs the engi
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from services.bench.arms import MODEL
 from services.bench.mixed.sources import Send, grpc_send
 from services.bench.processes import BenchError, Child, Processes, grpc_serving
 from services.bench.start import START_S, Shape
+from services.bench.steering import Steering
 from services.worker.engines.board import Board
 from trimtab.client import Client
-from trimtab.kit.cli import ExitCode
 from trimtab.kit.process import free_port
-
-APPLY_MS = 60_000
-"""A step in flight has to end first; of stock size on a CPU it takes seconds."""
-CONNECT_S = 30.0
-CLI_S = 30.0
-
-
-class Steering:
-    """`trimtab policy set` on a control plane that one worker connects to."""
-
-    def __init__(self, processes: Processes, control: str) -> None:
-        self._processes = processes
-        self._control = control
-        self._in_force: dict[str, str] = {}
-
-    async def connected(self) -> None:
-        """Until the control plane knows the worker: what is written before has nobody to answer for it."""
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                while not any(node["connected"] for node in (await self._ask("fleet"))["nodes"]):
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            raise BenchError(f"the worker did not reach the control plane at {self._control}") from None
-
-    async def steer(self, fields: Mapping[str, str]) -> None:
-        """In force when this returns. BenchError when the policy is refused, or not in force after APPLY_MS."""
-        if {**self._in_force, **fields} == self._in_force:
-            return
-        assignments = [f"{path}={value}" for path, value in fields.items()]
-        why = ["--author", "trimtab bench", "--reason", "the next arm", "--wait", str(APPLY_MS)]
-        answer = await self._ask("policy", "set", *assignments, *why)
-        if answer["changes"] and not answer["nodes"]:
-            raise BenchError("no worker is connected to the control plane any more, so none has taken the policy")
-        self._in_force |= fields
-
-    async def _ask(self, *args: str) -> dict[str, Any]:
-        argv = ["-m", "trimtab_cli", *args, "--control", self._control, "--json"]
-        code, out, err = await self._processes.ask(argv, CLI_S + APPLY_MS / 1000)
-        if code != 0:
-            said = f"trimtab {' '.join(args[:2])} ended with code {code}: {err.strip() or out.strip()}"
-            raise BenchError(said, ExitCode.REFUSED)
-        answer: dict[str, Any] = json.loads(out)
-        return answer
 
 
 class RealEngine:
