@@ -28,7 +28,7 @@ from trimtab.kit.cli import ExitCode
 def _no_vllm_and_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(course, "model_path", lambda name: f"/models/{name}")
     monkeypatch.setattr(course, "_vllm", lambda: "0.0")
-    monkeypatch.setattr(plans, "_timing", lambda block_s, tail_s: Timing(0.015, 0.07, 0.05))
+    monkeypatch.setattr(plans, "_timing", lambda block_s, tail_s: Timing(0.03, 0.15, 0.1))
     monkeypatch.setattr(block, "POLL_S", 0.002)
     monkeypatch.setattr(course.workload, "BATCH_PROMPT", (50, 60))
     monkeypatch.setattr(
