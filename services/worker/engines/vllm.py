@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +137,11 @@ class VllmEngine:
             async for _ in self.generate(Job(f"warm-up/{name}", (1, 2, 3), 2, sampling, Workload.REALTIME)):
                 pass
 
-        logprobs = Sampling(temperature=0.0, ignore_eos=True, logprobs=1)
-        await one("alone", logprobs)
-        await asyncio.gather(one("first", logprobs), one("second", logprobs))
+        # Without a compiler there is nothing to compile ahead, and a failure in vLLM's worker would end the engine.
+        if _has_gpu() or any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+            logprobs = Sampling(temperature=0.0, ignore_eos=True, logprobs=1)
+            await one("alone", logprobs)
+            await asyncio.gather(one("first", logprobs), one("second", logprobs))
         # Not every tokenizer can do grammars; a request that needs one is told so when it comes.
         with contextlib.suppress(InvalidRequest):
             await one("grammar", Sampling(temperature=0.0, structure=Structure(StructureKind.REGEX, "[a-z]{1,2}")))
