@@ -3,19 +3,6 @@
 import pytest
 
 from tests.trimtab.scheduling_builders import BATCH, REALTIME, an_item, rules
-from trimtab.scheduling.item import LengthClass
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (1, LengthClass.SHORT), (511, LengthClass.SHORT), (512, LengthClass.STANDARD), (1024, LengthClass.STANDARD),
-        (1025, LengthClass.MEDIUM), (4095, LengthClass.MEDIUM), (4096, LengthClass.LONG), (8192, LengthClass.LONG),
-        (8193, LengthClass.GIANT),
-    ],
-)  # fmt: skip
-def test_length_classes_meet_without_gap(tokens, expected):
-    assert LengthClass.of(tokens) is expected
 
 
 @pytest.mark.parametrize(

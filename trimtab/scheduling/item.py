@@ -1,30 +1,12 @@
-"""A request as the scheduler sees it, and the classes that it falls into."""
+"""A request as the scheduler sees it, and what the rules make of it."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from trimtab.messages import Workload
 from trimtab.scheduling.order import order_ms
 from trimtab.scheduling.rules import Rules
-
-
-class LengthClass(enum.StrEnum):
-    """By prompt tokens; what reports count by (guide A: 512–1024 first, above 8k apart)."""
-
-    SHORT = "short"
-    STANDARD = "512-1024"
-    MEDIUM = "medium"
-    LONG = "long"
-    GIANT = "giant"
-
-    @staticmethod
-    def of(prompt_tokens: int) -> LengthClass:
-        for bound, found in ((512, LengthClass.SHORT), (1025, LengthClass.STANDARD), (4096, LengthClass.MEDIUM)):
-            if prompt_tokens < bound:
-                return found
-        return LengthClass.LONG if prompt_tokens <= 8192 else LengthClass.GIANT
 
 
 @dataclass(slots=True, eq=False)
