@@ -11,10 +11,10 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler clean clean-cache
+.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-policy-latency clean clean-cache
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
 	@echo 'ARGS="..." is handed on to up, test and bench; TRIMTAB_ACCELERATOR=cpu|gpu chooses the engine of setup.'
 
 setup: ## make .venv, install everything, fetch the default model (does nothing when up to date)
@@ -58,6 +58,12 @@ bench-mixed: setup ## realtime and batch on one engine, by FCFS, priority and ou
 
 bench-scheduler: setup ## what scheduling costs per engine step, without a model
 	@$(BIN)/trimtab bench scheduler $(ARGS)
+
+bench-long-prompt: setup ## what one long prompt does to streams that decode beside it
+	@$(BIN)/trimtab bench long-prompt $(ARGS)
+
+bench-policy-latency: setup ## how long an engine takes to acknowledge a policy
+	@$(BIN)/trimtab bench policy-latency $(ARGS)
 
 clean: ## remove build outputs and tool caches (.venv and the model stay)
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

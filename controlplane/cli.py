@@ -1,4 +1,4 @@
-"""The verbs that talk to the control plane: `trimtab policy get|set|history` and `trimtab fleet`; `cli_requests.py` has more.
+"""The verbs that talk to the control plane: `trimtab policy get|set|preset|history` and `trimtab fleet`; `cli_requests.py` has more.
 
 Everything that takes long to import is imported in the verb that needs it, so that `--help` answers at once.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trimtab.errors import PolicyRefused, TrimtabError
 from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
 from trimtab.policy import FIELDS, Field, Kind, field
+from trimtab.presets import BUDGET, BUDGET_TOKENS, small
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
 
 T = TypeVar("T")
+
+PRESET_WAIT_MS = 3000
+"""For the workers' answers, as `policy set` waits by default."""
 
 
 def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
@@ -116,8 +120,42 @@ def set_(
         echo_json(render.set_json(answer, dry_run=dry_run))
     else:
         click.echo(render.set_text(answer, dry_run=dry_run, waited=wait_ms > 0))
-    if any(render.answer_of(node, answer.identity) != "applied" for node in answer.nodes):
-        sys.exit(ExitCode.PARTIAL)
+    _end_partial(answer)
+
+
+@policy.command("preset")
+@click.argument("name", metavar="small", type=click.Choice(["small"]))
+@click.option("--itl-budget-ms", type=int, metavar="N", help=f"{BUDGET} too. [default: it is left alone]")
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@control_option
+@json_option
+def preset(name: str, itl_budget_ms: int | None, dry_run: bool, control: str | None, as_json: bool) -> None:
+    """Set the fields of a preset, over whatever they are now. `small` is for windows of up to 16384 tokens; `trimtab up` writes it by itself,
+    with a budget that it has measured.
+
+    Exit codes are those of `policy set`.
+    """
+    from controlplane import render
+
+    fields = small(itl_budget_ms)
+    answer = ask(
+        control,
+        as_json,
+        lambda client: client.set_policy(
+            fields, author=user(), reason=f"preset {name}", dry_run=dry_run, wait_ms=PRESET_WAIT_MS
+        ),
+    )
+    left_alone = [] if BUDGET in fields else [BUDGET]
+    if as_json:
+        echo_json({**render.set_json(answer, dry_run=dry_run), "preset": name, "left_alone": left_alone})
+    else:
+        click.echo(render.set_text(answer, dry_run=dry_run, waited=True))
+    if left_alone and not as_json:
+        click.echo(
+            f"  {BUDGET} is left alone; set it by --itl-budget-ms N,\n"
+            f"  {BUDGET_TOKENS} times the milliseconds from token to token of one stream alone"
+        )
+    _end_partial(answer)
 
 
 @policy.command("history")
@@ -147,6 +185,14 @@ def fleet(control: str | None, as_json: bool) -> None:
         echo_json(render_fleet.fleet_json(answer))
     else:
         click.echo(render_fleet.fleet_text(answer))
+
+
+def _end_partial(answer: Any) -> None:
+    """With its exit code, where some worker has not applied what was written."""
+    from controlplane import render
+
+    if any(render.answer_of(node, answer.identity) != "applied" for node in answer.nodes):
+        sys.exit(ExitCode.PARTIAL)
 
 
 def user() -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
-from trimtab.client import Client
+from trimtab.client import Client, Model
 from trimtab.errors import BackPressure, NoWorker
 from trimtab.messages import Accepted, ChatMessage, Delta, Request, Sampling
+
+T = TypeVar("T")
 
 PROMPT = "Say hello in one short sentence."
 MAX_TOKENS = 24
@@ -31,24 +35,35 @@ class Greeting:
 
 async def greet(gateway: str) -> Greeting:
     """Raises the error tree when the mesh does not answer."""
-    give_up = time.monotonic() + RETRY_FOR_S
     async with Client(gateway) as client:
-        while True:
-            try:
-                return await _once(client)
-            except BackPressure:
-                if time.monotonic() > give_up:
-                    raise
-                await asyncio.sleep(0.05)
+        return await patiently(lambda: _once(client))
 
 
-async def _once(client: Client) -> Greeting:
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """Call until there is no back-pressure, for RETRY_FOR_S at most."""
+    give_up = time.monotonic() + RETRY_FOR_S
+    while True:
+        try:
+            return await call()
+        except BackPressure:
+            if time.monotonic() > give_up:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def served(client: Client) -> Model:
+    """The first model that the gateway serves; NoWorker while there is none."""
     models = await client.models()
     if not models:
         raise NoWorker("the gateway serves no model yet")
+    return models[0]
+
+
+async def _once(client: Client) -> Greeting:
+    model = await served(client)
     request = Request(
         request_id="",
-        model=models[0].name,
+        model=model.name,
         prompt=(ChatMessage("user", PROMPT),),
         sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0),
     )

@@ -116,17 +116,25 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     # Not as a flag: a store's URL may hold a password, and everybody on the machine can read command lines.
     specs.append(Spec("control", Tier.CONTROL, argv, control, control_metrics, env={"TRIMTAB_CONTROL_REDIS": store}))
     workers: list[str] = []
+    cores = _cores_each(up.workers, len(os.sched_getaffinity(0)), os.environ)
     for i in range(up.workers):
         address = ports.take(sections.worker.listen, f"worker w{i}", i)
         metrics = ports.take(sections.worker.metrics, f"metrics of worker w{i}", i)
         where = ["--node-id", f"w{i}", "--listen", address, "--metrics", metrics, "--control", control]
         argv = _module("services.worker", *common, *where, *_flags(sections.worker_flags))
-        specs.append(Spec(f"w{i}", Tier.WORKER, argv, address, metrics, sections.worker.drain_s))
+        specs.append(Spec(f"w{i}", Tier.WORKER, argv, address, metrics, sections.worker.drain_s, env=cores))
         workers.append(address)
     where = ["--node-id", "g0", "--listen", gateway, "--http", http, "--control", control]
     argv = _module("services.gateway", *common, *where)
     specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
     return Plan(tuple(specs), gateway, http, control, tuple(workers), store, tuple(ports.notes))
+
+
+def _cores_each(workers: int, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What several engines need in their environment so that they compute beside each other: threads that share a core wait by spinning."""
+    if workers < 2 or "OMP_NUM_THREADS" in environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (cores - 1) // workers))}
 
 
 def _module(name: str, *words: str) -> tuple[str, ...]:

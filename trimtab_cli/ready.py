@@ -64,14 +64,20 @@ def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: flo
 def commands(mesh: str, plan: Plan, model: str) -> list[str]:
     """Three lines that work as they stand, pasted into a shell in this directory."""
     me = own_name()
-    named = mesh != DEFAULT_MESH  # then another mesh may be the one that verbs find by themselves
-    gateway, control = (f" --gateway {plan.gateway}", f" --control {plan.control}") if named else ("", "")
+    gateway = f" --gateway {plan.gateway}" if mesh != DEFAULT_MESH else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return [
         f"{me} chat{gateway}",
-        f"{me} policy set{control} batch.active=4",
+        policy_set(mesh, plan, "batch.active=4"),
         f"curl http://{plan.http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
     ]
+
+
+def policy_set(mesh: str, plan: Plan, *assignments: str) -> str:
+    """The verb that sets these fields in this mesh."""
+    # Beside a mesh with a name of its own, another one may be the one that verbs find by themselves.
+    control = f" --control {plan.control}" if mesh != DEFAULT_MESH else ""
+    return " ".join((f"{own_name()} policy set{control}", *assignments))
 
 
 def own_name() -> str:

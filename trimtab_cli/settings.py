@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from trimtab.kit.config import setting
 
+AUTO, NONE, SMALL = "auto", "none", "small"
+PRESETS = (AUTO, NONE, SMALL)
+
 
 @dataclass(frozen=True)
 class UpSettings:
@@ -16,10 +19,17 @@ class UpSettings:
     max_num_seqs: int | None = setting(None, "rows of each engine's batch; none means as [worker] says")
     redis: str = setting("", "store to use, redis:// or rediss:// or unix://; empty starts an embedded Valkey")
     prompt: bool = setting(True, "end the start by sending one prompt through the gateway")
+    preset: str = setting(
+        AUTO,
+        "policy preset to write once up, never over fields that somebody has set: small, none, or auto (small where the window is "
+        "16384 tokens at most, unless --no-prompt)",
+    )
     ready_s: float = setting(600.0, "seconds that each process may take until it is healthy")
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= 64:
             raise ValueError(f"up workers must be 1 to 64, not {self.workers}")
+        if self.preset not in PRESETS:
+            raise ValueError(f"up preset must be {', '.join(PRESETS[:-1])} or {PRESETS[-1]}, not {self.preset!r}")
         if self.ready_s <= 0:
             raise ValueError(f"up ready_s must be above 0, not {self.ready_s}")

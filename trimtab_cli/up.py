@@ -1,8 +1,8 @@
 """`trimtab up`: the whole mesh on one machine, supervised, from one command.
 
-It ends its start by sending one prompt through the gateway: what is called up has answered. Exit codes: 0 stopped on
-request, 1 a process could not start, died too often, or was ended at once by a second request; 2 usage; 4 the mesh runs
-already.
+It ends its start by sending one prompt through the gateway: what is called up has answered. Then, while it serves, it
+may write a preset (`preset.py`). Exit codes: 0 stopped on request, 1 a process could not start, died too often, or was
+ended at once by a second request; 2 usage; 4 the mesh runs already.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def _run(sections: Sections, state: Path, show: Screen) -> int:
         if await stop.or_done(_ready(sections, plan, supervisor, record, show, begun)):
             return ExitCode.OK
         patience_s = None
-        await stop.or_done(supervisor.watch())
+        await stop.or_done(_serve(sections, plan, supervisor, show))
         show.event("stopping", "stopping: running streams may finish; Ctrl-C again ends them now")
         await supervisor.drain()
         return ExitCode.GOAL_FAILED if stop.insisted else ExitCode.OK
@@ -116,6 +116,18 @@ async def _ready(
     greeting = await greet(plan.gateway) if sections.up.prompt else None
     record.write(supervisor.pids)
     report(show, sections, plan, supervisor.pids, greeting, time.monotonic() - begun)
+
+
+async def _serve(sections: Sections, plan: Plan, supervisor: Supervisor, show: Screen) -> None:
+    """Tend the processes until GaveUp. The preset is settled meanwhile, so that neither waits for the other."""
+    from trimtab_cli.preset import settle
+
+    settling = asyncio.create_task(settle(show, sections.up, plan))
+    try:
+        await supervisor.watch()
+    finally:
+        settling.cancel()
+        await asyncio.gather(settling, return_exceptions=True)
 
 
 class Stop:

@@ -39,6 +39,17 @@ BENCHES = {
         frozenset({"png", "arms", "block_s", "realtime_per_arm", "itl_budgets", "step_tokens", "trace"}),
     ),
     "scheduler": Bench("services.bench.scheduler", "run", "what scheduling costs per engine step, without a model"),
+    "long-prompt": Bench(
+        "services.bench.long_prompt",
+        "run",
+        "what one long prompt does to the gaps of streams beside it, by ours and by FCFS",
+        frozenset({"itl_budget"}),
+    ),
+    "policy-latency": Bench(
+        "services.bench.policy_latency",
+        "run",
+        "how long a policy takes from the engine's channel to its acknowledgement",
+    ),
 }
 
 
@@ -75,6 +86,10 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 )
 @click.option("--realtime-per-arm", type=click.IntRange(1), help="mixed: realtime requests that count. [default: 200]")
 @click.option("--itl-budgets", metavar="MS,MS", callback=_numbers, help="mixed: our points. [default: 50,100,200]")
+@click.option(
+    "--itl-budget", metavar="MS", type=click.IntRange(1),
+    help="long-prompt: the budget of ours. [default: twice the median gap without the prompt]",
+)  # fmt: skip
 @click.option("--step-tokens", type=click.IntRange(32), help="mixed: tokens of an engine step at most. [default: 2048]")
 @click.option("--trace", metavar="DIR", is_flag=False, flag_value=str(TRACES), type=click.Path(path_type=Path),
               help="mixed: public traces in the simulated engine instead. [without DIR: ../shared/traces]")  # fmt: skip
@@ -104,6 +119,8 @@ def bench(
         raise click.UsageError(f"bench {name} has no option --{foreign[0].replace('_', '-')}")
     if "itl_budgets" in asked:
         asked["itl_budgets_ms"] = asked.pop("itl_budgets")
+    if "itl_budget" in asked:
+        asked["itl_budgets_ms"] = (asked.pop("itl_budget"),)
     # This process starts others while it talks gRPC; it forks only to exec, and needs none of gRPC's care for that.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     which = BENCHES[name]

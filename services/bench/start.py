@@ -1,7 +1,8 @@
 """Starts what the arms stand on: a mesh with vLLM inside, vLLM's own server, and AsyncLLM alone; or a mesh with a simulated engine.
 
 Invariant: engines differ in what stands around vLLM alone. Model, data type, batch limits, KV cache, eager mode and environment come from one
-`Shape`. All engines are kept up for the whole run; only the one whose turn it is gets load.
+`Shape`; on a CPU each computes with all cores but one, ours in the engine's process, the others in one of their own as vLLM ships it. All
+engines are kept up for the whole run; only the one whose turn it is gets load.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Shape:
     max_num_seqs: int = 32
     max_step_tokens: int = 2048
     kv_cache_gib: int = 1
+    compiled: bool = False
 
     def environment(self) -> dict[str, str]:
         """As a worker sets it, less the mark of ownership that wakes our plug-in inside vLLM."""
@@ -45,6 +47,11 @@ class Shape:
         if Path(self.model).is_dir():
             found["HF_HUB_OFFLINE"] = "1"
         return found
+
+    def worker_flags(self) -> list[str]:
+        sizes = ["--max-num-seqs", str(self.max_num_seqs), "--max-step-tokens", str(self.max_step_tokens)]
+        what = ["--model", self.model, "--dtype", self.dtype, "--kv-cache-gib", str(self.kv_cache_gib)]
+        return [*what, *sizes, *(["--compiled"] if self.compiled else [])]
 
 
 def model_path(name: str) -> str:
@@ -88,9 +95,7 @@ async def start_mesh(processes: Processes, flags: Sequence[str], environment: Ma
 
 
 async def start_vllm_mesh(processes: Processes, shape: Shape) -> Mesh:
-    sizes = ["--max-num-seqs", str(shape.max_num_seqs), "--max-step-tokens", str(shape.max_step_tokens)]
-    what = ["--model", shape.model, "--dtype", shape.dtype, "--kv-cache-gib", str(shape.kv_cache_gib)]
-    return await start_mesh(processes, [*what, *sizes], shape.environment())
+    return await start_mesh(processes, shape.worker_flags(), shape.environment())
 
 
 async def start_http(processes: Processes, shape: Shape, session: aiohttp.ClientSession) -> HttpArm:

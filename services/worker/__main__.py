@@ -66,6 +66,7 @@ def build_engine(s: WorkerSettings) -> Engine:
         max_model_len=s.max_model_len,
         dtype=s.dtype,
         kv_cache_gib=s.kv_cache_gib,
+        compiled=s.compiled,
         allow_untested=s.allow_untested_vllm,
     )
 

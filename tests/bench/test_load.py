@@ -43,8 +43,8 @@ async def test_ttft_is_to_the_first_tokens_and_not_to_what_comes_before_or_after
         yield 1
 
     sample = await timed(ask, "p")
-    assert 20 <= sample.ttft_ms < 50
-    assert sample.total_ms >= 70
+    assert sample.ttft_ms >= 20
+    assert sample.total_ms - sample.ttft_ms >= 49
 
 
 async def test_a_failed_request_fails_the_burst_with_its_own_error() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +19,10 @@ from tests.bench.mixed_builders import FakeEngine, a_block
 from trimtab.messages import Workload
 
 TIMING = Timing(0.1, 0.5, 1.0)
+ROOMY = Timing(0.1, 1.6, 10.0)
+"""Where something is to happen within the window although the machine stalls for a while."""
 SMALL = Lengths(30, 8)
-ARRIVALS = [Arrival(at, SMALL) for at in (0.05, 0.15, 0.3, 0.495, 0.7)]
+ARRIVALS = [Arrival(at, SMALL) for at in (0.05, 0.15, 0.3, 0.4, 1.8)]
 
 
 def prompt_of(name: str, tokens: int) -> tuple[int, ...]:
@@ -38,15 +39,21 @@ def test_a_block_survives_its_json() -> None:
 
 
 async def test_requests_that_are_due_in_the_window_count_and_are_waited_for() -> None:
-    found = await block(FakeEngine())
+    begun = time.monotonic()
+    found = await block(FakeEngine(), timing=ROOMY)
+    took_s = time.monotonic() - begun
     assert [r.index for r in found.realtime] == [1, 2, 3]
-    assert all(r.ended and len(r.itl_ms) == 7 and r.ttft_ms < r.e2e_ms < 500 for r in found.realtime)
+    for r in found.realtime:
+        assert r.ended
+        assert len(r.itl_ms) == 7
+        assert 0 < r.ttft_ms + sum(r.itl_ms) <= r.e2e_ms + 1
+        assert r.e2e_ms <= (took_s - ARRIVALS[r.index].at_s) * 1000.0
 
 
 async def test_tokens_are_those_between_two_ends_of_steps_within_the_window() -> None:
     engine = FakeEngine()
-    found = await block(engine)
-    assert 0.3 <= found.measured_s <= 0.4
+    found = await block(engine, timing=ROOMY)
+    assert ROOMY.window_s / 3 <= found.measured_s <= ROOMY.window_s
     assert 0 < found.tokens < engine.counts()["computed_tokens"]
     assert found.counters["steps"] > 0
     assert found.batch_ended > 0
@@ -62,8 +69,8 @@ async def test_each_arm_sends_what_it_is_there_for() -> None:
 
 
 async def test_with_nobody_to_wait_for_the_window_is_still_measured_to_its_end() -> None:
-    found = await block(FakeEngine(), BATCH_ALONE)
-    assert 0.3 <= found.measured_s <= 0.4
+    found = await block(FakeEngine(), BATCH_ALONE, ROOMY)
+    assert ROOMY.window_s / 3 <= found.measured_s <= ROOMY.window_s
     assert found.tokens > 100
 
 
@@ -87,12 +94,12 @@ async def test_the_backlog_is_always_as_deep_and_is_gone_afterwards() -> None:
 async def test_one_that_does_not_end_counts_with_its_age() -> None:
     engine = FakeEngine()
     slow = [Arrival(0.2, Lengths(30, 5000))]
-    found = await measure(
-        engine, REALTIME_ALONE, 0, replace(TIMING, tail_s=0.1), slow, itertools.repeat(SMALL), prompt_of
-    )
+    begun = time.monotonic()
+    found = await measure(engine, REALTIME_ALONE, 0, Timing(0.1, 1.0, 0.1), slow, itertools.repeat(SMALL), prompt_of)
+    took_s = time.monotonic() - begun
     (request,) = found.realtime
     assert not request.ended
-    assert request.e2e_ms == pytest.approx(400, abs=80)
+    assert 1100 - 200 - 1 <= request.e2e_ms <= took_s * 1000 - 200 + 1
     assert engine.counts()["running"] == 0
 
 
@@ -101,8 +108,8 @@ async def test_a_failed_request_ends_the_block_in_words() -> None:
     engine.fails = OSError("connection reset")
     begun = time.monotonic()
     with pytest.raises(BenchError, match="a request of arm fcfs failed: connection reset"):
-        await block(engine)
-    assert time.monotonic() - begun < 0.4
+        await block(engine, timing=Timing(0.1, 60.0, 1.0))
+    assert time.monotonic() - begun < 30
 
 
 def a_request(workload: Workload, sent_s: float, queued_s: float | None) -> Served:

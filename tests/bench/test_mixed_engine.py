@@ -56,7 +56,7 @@ async def test_policies_are_switched_live_and_blocks_run_between_them(tmp_path: 
                 arrivals = [Arrival(0.1 * i, Lengths(20, 4)) for i in range(1, 5)]
                 prompt_of = lambda name, tokens: workload.prompt(name, tokens, 200)  # noqa: E731
                 found.append(
-                    await measure(engine, arm, 0, Timing(0.05, 0.6, 1.0), arrivals, workload.backlog("1"), prompt_of)
+                    await measure(engine, arm, 0, Timing(0.05, 1.5, 20.0), arrivals, workload.backlog("1"), prompt_of)
                 )
             assert [[len(r.itl_ms) for r in b.realtime] for b in found] == [[3] * 4] * 2
             assert all(b.batch_ended for b in found)

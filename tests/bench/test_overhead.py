@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -119,11 +120,11 @@ async def test_when_time_runs_out_the_rest_is_left_out(tmp_path: Path, monkeypat
         if number == 2 * (3 + 1):
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(overhead, "QUICK", replace(plan.QUICK, budget_s=0.5))
+    monkeypatch.setattr(overhead, "QUICK", replace(plan.QUICK, budget_s=3.0))
     report = await overhead.run(options(tmp_path, quick=True), FakeParts(on_burst).parts())
     assert report.whole
     assert [(a["concurrency"], a["rounds"]) for a in report.arms if a["arm"] == "mesh"] == [(32, 1)]
-    assert any(note.startswith("time ran out after 0.5 s") for note in report.notes)
+    assert any(note.startswith("time ran out after 3 s") for note in report.notes)
 
 
 async def test_a_failed_request_ends_the_bench_in_words(tmp_path: Path) -> None:
@@ -134,10 +135,11 @@ async def test_a_failed_request_ends_the_bench_in_words(tmp_path: Path) -> None:
         await overhead.run(options(tmp_path), FakeParts(on_burst).parts())
 
 
-async def test_a_gateway_adds_little_to_the_ttft_of_a_simulated_engine(tmp_path: Path) -> None:
+async def test_what_a_gateway_adds_to_the_ttft_of_a_simulated_engine_is_measured_in_pairs(tmp_path: Path) -> None:
     """Real processes: control plane, worker and gateway. Whether it adds little enough is the bench's business, not a test's."""
     found = await measure_pairs(tmp_path, 6, 1)
     assert len(found) == 6
     assert all(through > 5.0 and straight > 5.0 for through, straight in found)  # a step takes that long
-    assert figures.added_ttft(found, 1).value < 50.0
+    through, straight = (median(side) for side in zip(*found, strict=True))
+    assert figures.added_ttft(found, 1).value == pytest.approx(through - straight)
     assert (tmp_path / "logs" / "gateway.log").exists()

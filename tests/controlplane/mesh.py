@@ -25,7 +25,7 @@ from trimtab.policy import POLICY_SCHEMA
 from trimtab.snapshot import Document, Identity, Limits, Node, Snapshot, Verdict, judge, resolve
 from trimtab.v1 import control_pb2
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 ROOMY = Limits(max_num_seqs=64, max_step_tokens=8192)
 NONE = Identity()
 

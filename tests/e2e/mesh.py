@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ import psutil
 
 from trimtab.kit.process import free_port
 
-GONE_WITHIN_S = 8.0
+GONE_WITHIN_S = 30.0
+JOINED_WITHIN_S = 30.0
+APPLIED = ("--wait", "20000")
+"""For `policy set`: a worker's answer may take its time on a machine that is busy."""
 
 
 @dataclass
@@ -44,8 +48,20 @@ class Mesh:
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=60,
         )
+
+    def joined(self, *workers: str) -> None:
+        """Wait until the control plane has them: a worker may answer a little before it has joined."""
+        deadline = time.monotonic() + JOINED_WITHIN_S
+        while True:
+            fleet = self.verb("fleet", "--json")
+            assert fleet.returncode == 0, fleet.stderr
+            known = {n["node_id"] for n in json.loads(fleet.stdout)["nodes"] if n["connected"]}
+            if set(workers) <= known:
+                return
+            assert time.monotonic() < deadline, f"of {workers} only {known} have joined"
+            time.sleep(0.2)
 
     def family(self) -> list[psutil.Process]:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.mesh import Mesh, environment, up
+from tests.e2e.mesh import APPLIED, Mesh, environment, up
 from trimtab.client import Client
 from trimtab.errors import Released
 from trimtab.messages import Accepted, Delta, Request, Sampling, Workload
@@ -57,7 +57,7 @@ async def move_and_release(mesh: Mesh, gateway: str) -> None:
         await runs.begun.wait()
         waiting = []
         for name in ("a", "b", "c"):
-            batch = Batch(name, 3, order)
+            batch = Batch(name, 20, order)
             waiting.append(asyncio.create_task(batch.read(client)))
             await batch.accepted.wait()
         moved = await verb(mesh, "reprioritise", "--id", "c", "--delta", "2")
@@ -93,7 +93,8 @@ async def release_by_what_an_http_client_sees(mesh: Mesh, http: str, *, from_hea
 def test_requests_are_moved_and_released_by_the_ids_that_clients_see(tmp_path: Path) -> None:
     with up(environment(tmp_path), "--no-prompt") as mesh:
         ready = mesh.until("ready")
-        assert mesh.verb("policy", "set", *ONE_AT_A_TIME).returncode == 0
+        mesh.joined("w0")
+        assert mesh.verb("policy", "set", *ONE_AT_A_TIME, *APPLIED).returncode == 0
         asyncio.run(move_and_release(mesh, ready["gateway"]))
         for from_header in (True, False):
             asyncio.run(release_by_what_an_http_client_sees(mesh, ready["http"], from_header=from_header))

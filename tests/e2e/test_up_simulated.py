@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.mesh import GONE_WITHIN_S, environment, gone, up
+from tests.e2e.mesh import APPLIED, GONE_WITHIN_S, environment, gone, up
 from trimtab.client import Client
 from trimtab.errors import TrimtabError
 from trimtab.messages import Delta, Finish, Request, Sampling
@@ -48,13 +47,11 @@ def test_up_answers_on_every_door_and_drains(tmp_path: Path) -> None:
 
         assert asyncio.run(by_grpc()) == 3
         body = {"model": ready["greeting"]["model"], "prompt": "hello", "max_tokens": 3}
-        answer = httpx.post(f"{ready['http']}/v1/completions", json=body).json()
+        answer = httpx.post(f"{ready['http']}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == 3
 
-        fleet = mesh.verb("fleet", "--json")
-        assert fleet.returncode == 0, fleet.stderr
-        assert {"w0", "w1"} <= set(_strings(json.loads(fleet.stdout)))
-        assert mesh.verb("policy", "set", "batch.active=5").returncode == 0
+        mesh.joined("w0", "w1")
+        assert mesh.verb("policy", "set", "batch.active=5", *APPLIED).returncode == 0
         assert mesh.verb("policy", "set", "batch.active=0").returncode == 4
 
         second = mesh.verb("up", "--engine", "simulated")
@@ -98,7 +95,9 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
     env = environment(tmp_path)
     with up(env, "--no-prompt") as mesh:
         mesh.until("ready")
-        done = mesh.verb("policy", "set", *(f"{path}={typed}" for path, (typed, _) in ONE_OF_EACH_KIND.items()))
+        mesh.joined("w0")
+        changes = [f"{path}={typed}" for path, (typed, _) in ONE_OF_EACH_KIND.items()]
+        done = mesh.verb("policy", "set", *changes, *APPLIED)
         assert done.returncode == 0, done.stderr
         family = mesh.family()
         mesh.process.kill()
@@ -108,11 +107,12 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
     assert shown.returncode == 3 or str(tmp_path) not in shown.stdout, "a dead mesh's run.json counts for nothing"
     with up(env, "--no-prompt") as mesh:
         ready = mesh.until("ready")
+        mesh.joined("w0")
         fields = json.loads(mesh.verb("policy", "get", "--json", "--node", "w0").stdout)["fields"]
         assert {path: fields[path]["value"] for path in ONE_OF_EACH_KIND} == {
             path: value for path, (_, value) in ONE_OF_EACH_KIND.items()
         }
-        assert mesh.verb("policy", "set", "isolate.tenants=").returncode == 0
+        assert mesh.verb("policy", "set", "isolate.tenants=", *APPLIED).returncode == 0
         newest = json.loads(mesh.verb("policy", "history", "--json").stdout)[0]
         assert newest["changes"] == [{"field": "isolate.tenants", "before": ["acme", "globex"], "after": []}]
         family = mesh.family()
@@ -146,11 +146,3 @@ def test_a_process_that_cannot_start_ends_the_rest(tmp_path: Path) -> None:
     assert lines[-1]["event"] == "stopped"
     with pytest.raises(psutil.NoSuchProcess):
         psutil.Process(mesh.process.pid)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string anywhere inside."""
-    if isinstance(value, str):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _strings(inner)

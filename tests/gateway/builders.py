@@ -24,7 +24,7 @@ async def read(events: AsyncIterator[T], seen: list[T], each: Callable[[T], Awai
             await each(event)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Turn the loop until it holds; for states that nobody announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -152,7 +152,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
             server, self._server = self._server, None
             await server.stop(0)
 
-    async def hears(self, kind: str, *, times: int = 1, timeout_s: float = 3.0) -> Any:
+    async def hears(self, kind: str, *, times: int = 1, timeout_s: float = 20.0) -> Any:
         """The event of this kind that is the n-th, as soon as it has come."""
         async with asyncio.timeout(timeout_s):
             while True:

@@ -42,7 +42,7 @@ async def a_gateway(*flags: str):
 
 
 async def serving(address: str, want: int) -> None:
-    async with rpc.channel(address) as channel, asyncio.timeout(5):
+    async with rpc.channel(address) as channel, asyncio.timeout(20):
         request = health_pb2.HealthCheckRequest(service="trimtab.v1.InferenceService")
         async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):
             if answer.status == want:
@@ -76,7 +76,7 @@ async def test_sigterm_drains(start_worker):
         go_on.set()
         text, _ = await running
         assert text == "Hello world!"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             assert await process.wait() == 0
 
 
@@ -100,7 +100,7 @@ async def test_what_outlives_the_drain_is_cut_with_its_count(start_worker):
         with pytest.raises(StreamCut) as caught:
             await read(client.generate(a_request()), [], each)
         assert caught.value.metadata == {"tokens_delivered": "2", "cause": "DRAINING"}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             assert await process.wait() == 0
 
 

@@ -12,6 +12,9 @@ import grpc
 from trimtab.v1 import inference_pb2 as pb
 from trimtab.v1 import inference_pb2_grpc
 
+LONG = 2000
+"""Tokens of a request that does not end by itself while a test looks at it."""
+
 
 @dataclass
 class Stream:

@@ -103,7 +103,7 @@ class Mesh:
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
     def stop(self) -> None:
         for name in ("gateway", "worker", "control"):
@@ -154,6 +154,12 @@ class Mesh:
             await asyncio.sleep(0.01)
         return time.monotonic() - begun
 
+    async def queued(self, count: int) -> None:
+        """Until so many requests wait."""
+        async with asyncio.timeout(60):
+            while self.running()[1] < count:
+                await asyncio.sleep(0.01)
+
 
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Mesh]:
@@ -172,9 +178,9 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[
         m.start("control")
         m.start("worker")
         m.start("gateway")
-        m.wait_serving("control", 20)
+        m.wait_serving("control", 120)
         m.wait_serving("worker", 400)
-        m.wait_serving("gateway", 20)
+        m.wait_serving("gateway", 120)
         yield m
     finally:
         m.stop()

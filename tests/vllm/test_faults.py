@@ -29,8 +29,8 @@ async def test_the_control_planes_death_harms_no_stream_and_no_policy(mesh):
         assert len(stream.tokens) == 60
         assert len((await client.run(a_request(max_tokens=3))).tokens) == 3
     mesh.start("control")
-    mesh.wait_serving("control", 20)
-    async with asyncio.timeout(15):
+    mesh.wait_serving("control", 60)
+    async with asyncio.timeout(60):
         while True:
             _, fleet = mesh.trimtab("fleet")
             workers = [n for n in fleet["nodes"] if n["role"] == "worker" and n["connected"]]
@@ -51,13 +51,13 @@ async def test_a_stuck_engine_is_not_serving_within_seconds_and_recovers(mesh):
         try:
             begun = time.monotonic()
             while await asyncio.to_thread(mesh.serving, "worker"):
-                assert time.monotonic() - begun < 10
+                assert time.monotonic() - begun < 30
                 await asyncio.sleep(0.1)
         finally:
             engine.send_signal(signal.SIGCONT)
         stream = await follow(call, stream)
         assert len(stream.tokens) == 80
-    mesh.wait_serving("worker", 10)
+    mesh.wait_serving("worker", 60)
 
 
 async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_say_so(mesh):
@@ -71,16 +71,16 @@ async def test_a_killed_worker_leaves_no_engine_process_and_fleet_and_gateway_sa
         with pytest.raises(grpc.aio.AioRpcError) as e:
             await follow(call, stream)
         assert e.value.code() is grpc.StatusCode.ABORTED
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive, f"left behind: {alive}"
         while True:
             _, fleet = mesh.trimtab("fleet")
             worker = next(n for n in fleet["nodes"] if n["role"] == "worker")
             if not worker["connected"]:
                 break
-            assert time.monotonic() - killed < 3 + 1, "fleet still shows the worker as connected"
+            assert time.monotonic() - killed < 20, "fleet still shows the worker as connected"
         with pytest.raises(grpc.aio.AioRpcError) as e:
-            await client.run(a_request(max_tokens=3), timeout_s=10)
+            await client.run(a_request(max_tokens=3), timeout_s=60)
         assert e.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -88,7 +88,7 @@ async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh
     mesh.start("worker")
     mesh.wait_serving("worker", 400)
     assert not boards_of(mesh.killed), "the board of a killed worker is swept at the next start"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             _, fleet = mesh.trimtab("fleet")
             workers = [n for n in fleet["nodes"] if n["role"] == "worker" and n["connected"]]
@@ -96,7 +96,7 @@ async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh
                 break
             await asyncio.sleep(0.2)
     async with Client(mesh.address("gateway")) as client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     served = await client.run(a_request(max_tokens=3))
@@ -113,4 +113,4 @@ async def test_a_worker_comes_back_with_its_policy_and_ends_with_its_engine(mesh
         core.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await follow(call, stream)
-    assert mesh.processes["worker"].wait(20) == 3
+    assert mesh.processes["worker"].wait(60) == 3

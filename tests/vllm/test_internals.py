@@ -6,7 +6,10 @@ import ast
 import inspect
 import textwrap
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 
 def assigned_attributes(cls: type) -> set[str]:
@@ -132,6 +135,23 @@ def test_vllm_reads_the_environment_that_we_set() -> None:
     from services.worker.engines import vllm as ours
 
     assert {n for n in ours.environment(1) if n.startswith("VLLM_")} <= set(envs.environment_variables)
+
+
+def test_on_a_cpu_the_model_runs_where_the_scheduler_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.executor.abstract import Executor
+
+    from services.worker.engines import vllm as ours
+
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(ours, "_has_gpu", lambda: False)
+    parallel = SimpleNamespace(distributed_executor_backend=ours.executor())
+    assert issubclass(Executor.get_class(SimpleNamespace(parallel_config=parallel)), Executor)
+    # Only its short name is replaced by another one on a CPU.
+    assert '.distributed_executor_backend == "uni"' in text(CpuPlatform.check_and_update_config)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert ours.executor() is None, "who binds threads wants vLLM's own way"
+    assert [ours.threads(n) for n in (1, 2, 8)] == [1, 1, 7]
 
 
 def test_outputs_carry_what_we_read() -> None:

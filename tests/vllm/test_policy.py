@@ -2,16 +2,16 @@
 
 import asyncio
 
-from tests.vllm.client import Client, a_request
+from tests.vllm.client import LONG, Client, a_request, follow
 from trimtab.v1 import inference_pb2 as pb
 
 
 async def overlap(mesh):
-    """Of two requests begun together: whether the second's first token came before the first's last."""
+    """Of two requests begun together: whether the second's first token came before the first one was halfway through."""
     async with Client(mesh.address("gateway")) as client:
-        streams = await asyncio.gather(*(client.run(a_request(max_tokens=24)) for _ in range(2)))
+        streams = await asyncio.gather(*(client.run(a_request(max_tokens=48)) for _ in range(2)))
     first, second = sorted(streams, key=lambda s: s.first)
-    return second.first < first.last
+    return second.first - first.first < (first.last - first.first) / 2
 
 
 async def test_batch_active_is_obeyed_by_the_running_engine(mesh):
@@ -27,21 +27,21 @@ async def test_batch_active_is_obeyed_by_the_running_engine(mesh):
 async def test_workload_alone_decides_who_goes_first_in_the_engine(mesh):
     """The same request twice, behind one that holds the only slot: with equal workloads the first come goes first, else REALTIME does."""
 
-    async def order(*workloads):
+    async def first_come_goes_first(*workloads):
         async with Client(mesh.address("gateway")) as client:
-            blocker, _ = await client.begin(a_request(max_tokens=60, workload=pb.WORKLOAD_REALTIME))
+            blocker, _ = await client.begin(a_request(max_tokens=LONG, workload=pb.WORKLOAD_REALTIME))
             waiting = []
             for workload in workloads:
-                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=8, workload=workload))))
-                await asyncio.sleep(0.2)
-            streams = await asyncio.gather(*waiting)
+                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=16, workload=workload))))
+                await mesh.queued(len(waiting))
             blocker.cancel()
-        return streams[0].last < streams[1].first, streams[1].last < streams[0].first
+            first, second = await asyncio.gather(*waiting)
+        return first.first < second.first
 
     mesh.set_policy("batch.active=1", "preemption.mode=none")
     try:
-        assert await order(pb.WORKLOAD_BATCH, pb.WORKLOAD_BATCH) == (True, False)
-        assert await order(pb.WORKLOAD_BATCH, pb.WORKLOAD_REALTIME) == (False, True)
+        assert await first_come_goes_first(pb.WORKLOAD_BATCH, pb.WORKLOAD_BATCH) is True
+        assert await first_come_goes_first(pb.WORKLOAD_BATCH, pb.WORKLOAD_REALTIME) is False
     finally:
         mesh.set_policy("batch.active=8", "preemption.mode=default")
 
@@ -50,13 +50,11 @@ async def test_a_waiting_realtime_request_takes_a_running_batch_requests_slot(me
     mesh.set_policy("batch.active=1")
     before = mesh.counter("trimtab_scheduler_preemptions_total")[0]
     async with Client(mesh.address("gateway")) as client:
-        batch = asyncio.create_task(
-            client.run(a_request("Once upon a time", max_tokens=60, workload=pb.WORKLOAD_BATCH))
-        )
-        await asyncio.sleep(1.0)
+        story = a_request("Once upon a time", max_tokens=200, workload=pb.WORKLOAD_BATCH)
+        batch = asyncio.create_task(follow(*await client.begin(story, 3)))
         urgent = await client.run(a_request(max_tokens=4, workload=pb.WORKLOAD_REALTIME))
         victim = await batch
-        again = await client.run(a_request("Once upon a time", max_tokens=60, workload=pb.WORKLOAD_BATCH))
+        again = await client.run(story)
     mesh.set_policy("batch.active=8")
     assert urgent.last < victim.last
     assert mesh.counter("trimtab_scheduler_preemptions_total")[0] == before + 1
@@ -68,7 +66,7 @@ async def test_step_tokens_bound_what_a_step_computes(mesh):
     """A prompt of some 300 tokens takes one step of 512, or many of 32: seen on the engine's step counter."""
 
     async def steps_for(text):
-        await mesh.idle(10)
+        await mesh.idle(60)
         before = mesh.steps()
         async with Client(mesh.address("gateway")) as client:
             await client.run(a_request(text, max_tokens=1))
@@ -109,9 +107,10 @@ async def test_a_refused_value_changes_nothing_and_says_why(mesh):
 async def test_policy_reaches_a_busy_engine_within_steps(mesh):
     mesh.set_policy("batch.active=8")
     async with Client(mesh.address("gateway")) as client:
-        calls = [await client.begin(a_request(max_tokens=200)) for _ in range(4)]
+        calls = [await client.begin(a_request(max_tokens=LONG)) for _ in range(4)]
         answer = mesh.set_policy("batch.active=7")
-        assert answer["nodes"][0]["apply_ms"] < 2000
+        # Some steps, however long they are; the requests themselves take longer by far.
+        assert answer["nodes"][0]["apply_ms"] < 20_000
         for call, _ in calls:
             call.cancel()
-    await mesh.idle(10)
+    await mesh.idle(30)

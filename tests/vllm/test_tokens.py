@@ -86,21 +86,22 @@ async def test_a_stream_resumed_anywhere_gives_the_same_tokens_and_bytes(mesh, r
         for cut in (1, 4, 9):
             if cut >= len(expected["tokens"]):
                 continue
+            # A reader that lags gets several tokens at once, so that the cut may come later.
             call, part = await client.begin(as_request(CASES[name]), cut)
             call.cancel()
             request = as_request(CASES[name])
             request.resume.CopyFrom(
                 pb.Resume(
-                    token_ids=part.tokens[:cut],
+                    token_ids=part.tokens,
                     text_bytes=len(part.text.encode()),
                     attempt=2,
                     prompt_digest=whole.accepted.prompt_digest,
                 )
             )
-            text, tokens = part.text, list(part.tokens[:cut])
+            text, tokens = part.text, list(part.tokens)
             async for r in client.stub.Generate(request, timeout=60):
                 if r.WhichOneof("event") == "delta":
                     text += r.delta.text
                     tokens += r.delta.token_ids
-            assert tokens == expected["tokens"], (name, cut)
-            assert text == expected["text"], (name, cut)
+            assert tokens == expected["tokens"], (name, len(part.tokens))
+            assert text == expected["text"], (name, len(part.tokens))

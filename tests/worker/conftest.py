@@ -26,6 +26,8 @@ from trimtab.snapshot import Node
 from trimtab.v1 import inference_pb2 as pb
 from trimtab.v1 import inference_pb2_grpc
 
+IDLE_WITHIN_STEPS = 1000
+
 
 @dataclass
 class Rig:
@@ -48,9 +50,14 @@ class Rig:
         await obedience(self.engine, self.gate)(with_fields(Policy(), {**fits, **fields}))
 
     async def idle(self) -> None:
-        """Until nothing is left anywhere of any request."""
-        async with asyncio.timeout(5):
+        """Until nothing is left anywhere of any request.
+
+        Steps decide, not seconds: a request of thousands of tokens that was not freed must not come to its own end meanwhile.
+        """
+        begun = self.engine._value.steps
+        async with asyncio.timeout(20):
             while self.serving.unfinished or self.gate.handed or self.gate.waiting or self.engine._live:
+                assert self.engine._value.steps - begun < IDLE_WITHIN_STEPS, "a request lives on"
                 await asyncio.sleep(0.005)
         assert self.engine.load().running == 0
 

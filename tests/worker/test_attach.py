@@ -82,12 +82,17 @@ async def test_tokens_of_one_engine_step_come_in_one_message(rig, gateway):
     for i in range(8):
         await gateway.start(f"r{i}", a_request("same", max_tokens=50))
     await gateway.until_end(*(f"r{i}" for i in range(8)))
-    full = [s for s in gateway.steps if len(s.pieces) >= 7]
-    assert len(full) >= 40, "a step's tokens were spread over several messages"
+    carrying = [s for s in gateway.steps if any(p.event.HasField("delta") for p in s.pieces)]
+    # A machine that is slower than the steps puts several into one message. What it never does is to bring one step's tokens in two, save
+    # that a request's window may come after its first token, and that the engine begins no new step after the last token of all.
+    spread = len(carrying) - len({s.step_no for s in carrying})
+    assert spread <= 2 * 8, (
+        f"{spread} of {len(carrying)} messages brought tokens of a step that had brought some already"
+    )
 
 
 async def test_an_idle_link_says_so_with_load_and_credits(rig, gateway):
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         step = await gateway.read()
     assert not step.pieces
     assert step.load.total_blocks > 0

@@ -7,7 +7,7 @@ import pytest
 
 from services.worker.commands import Commands
 from tests.worker.conftest import a_request
-from tests.worker.test_steering import ALONE, begin
+from tests.worker.test_steering import ALONE, LONG, begin, leave
 from trimtab import codec, errors
 from trimtab.kit import rpc
 from trimtab.messages import RequestMatch, Workload
@@ -31,10 +31,6 @@ def isolate(isolated, match=None):
     return pb.Command(command_id="c", isolate_requests=pb.IsolateRequestsCommand(match=match, isolated=isolated))
 
 
-LONG = 2000
-"""Tokens of a request that does not end by itself while a test looks at it."""
-
-
 @pytest.fixture
 def commands(rig):
     return Commands(rig.steering)
@@ -42,13 +38,6 @@ def commands(rig):
 
 def untouched(rig):
     return all((h.delta, h.isolated, h.released) == (0, False, False) for h in rig.steering._held.values())
-
-
-async def leave(*tasks):
-    """Their readers do."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def done(commands, command):
@@ -67,7 +56,7 @@ async def test_a_waiting_request_is_moved(rig, commands, command):
     await rig.obey({**ALONE, "admission.engine_queue": 0})
     order = []
     first = await begin(rig, "runs", [], tokens=LONG)
-    tasks = [await begin(rig, name, order, tokens=3) for name in ("a", "b", "c")]
+    tasks = [await begin(rig, name, order) for name in ("a", "b", "c")]
     assert await done(commands, command) == 1
     await leave(first)
     await asyncio.gather(*tasks)
@@ -88,14 +77,17 @@ async def test_a_waiting_request_is_moved(rig, commands, command):
 async def test_those_who_match_are_released_and_counted(rig, commands, command, released):
     await rig.obey({**ALONE, "admission.engine_queue": 0})
     tasks = {
-        name: await begin(rig, name, [], tokens=LONG if name in released else 3, tenant=tenant)
+        name: await begin(rig, name, [], tokens=LONG, tenant=tenant)
         for name, tenant in (("a", "t"), ("b", ""), ("c", "t"))
     }
     assert await done(commands, command) == len(released)
-    ended = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
-    assert {name for name, end in ended.items() if isinstance(end, grpc.aio.AioRpcError)} == released
     for name in released:
-        assert isinstance(rpc.from_call(ended[name]), errors.Released)
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await tasks[name]
+        assert isinstance(rpc.from_call(e.value), errors.Released)
+    assert {held.request_id for held in rig.steering._held.values()} == tasks.keys() - released
+    assert untouched(rig)
+    await leave(*(tasks[name] for name in tasks.keys() - released))
     await rig.idle()
 
 

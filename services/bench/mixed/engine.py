@@ -40,9 +40,7 @@ class RealEngine:
 
 async def start_worker(processes: Processes, shape: Shape) -> tuple[str, Steering, Child]:
     """A control plane and one worker with vLLM: the worker's address, its steering and its process. Nothing is stored beyond the run."""
-    sizes = ["--max-num-seqs", str(shape.max_num_seqs), "--max-step-tokens", str(shape.max_step_tokens)]
-    what = ["--model", shape.model, "--dtype", shape.dtype, "--kv-cache-gib", str(shape.kv_cache_gib)]
-    return await start(processes, [*what, *sizes], shape.environment())
+    return await start(processes, shape.worker_flags(), shape.environment())
 
 
 async def start(

@@ -31,6 +31,7 @@ TESTED_VERSIONS = ("0.32.",)
 """vLLM minors that our scheduler was tested with; it touches internals, so another one needs the tests first."""
 
 
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 STOP_S = 2.0
 """What vLLM's processes get to end by themselves. They hold nothing worth saving, and its own patience adds up to 8 s of waiting."""
 
@@ -50,6 +51,23 @@ def environment(kv_cache_gib: int) -> dict[str, str]:
     return found
 
 
+def executor() -> str | None:
+    """Where the model runs: on a CPU in the engine's own process, elsewhere where vLLM puts it (None).
+
+    vLLM gives a CPU's model a process of its own, and the two wait for each other by spinning, on the core that it leaves to everything
+    else (docs/decisions/0009). Who binds threads by vLLM's own variable keeps its way.
+    """
+    return None if _has_gpu() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ else IN_PROCESS
+
+
+def threads(cores: int) -> int:
+    """That compute, of so many cores: one is left to everything else, as vLLM does it too.
+
+    Threads of a step wait for each other by spinning: a core that one of them shares with another program stalls all of them.
+    """
+    return max(1, cores - 1)
+
+
 class VllmEngine:
     def __init__(
         self,
@@ -61,6 +79,7 @@ class VllmEngine:
         max_model_len: int | None,
         dtype: str,
         kv_cache_gib: int,
+        compiled: bool = False,
         allow_untested: bool = False,
     ) -> None:
         self.model = model
@@ -74,6 +93,7 @@ class VllmEngine:
             "dtype": dtype,
         }
         self._kv_cache_gib = kv_cache_gib
+        self._compiled = compiled
         self._allow_untested = allow_untested
         self._board_path = boards.create()
         self._board = boards.Board(self._board_path)
@@ -83,6 +103,9 @@ class VllmEngine:
 
     async def start(self) -> None:
         os.environ.update(environment(self._kv_cache_gib))
+        where = executor()
+        if where == IN_PROCESS:
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads(len(os.sched_getaffinity(0)))))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -94,12 +117,15 @@ class VllmEngine:
                 f"vLLM {vllm.__version__} is untested with this build (tested: {', '.join(TESTED_VERSIONS)}*); "
                 "install a tested one, or start with --allow-untested-vllm after running tests/vllm"
             )
+        if self._compiled and not (_has_gpu() or _has_compiler()):
+            raise EngineDead("compiling the model for a CPU needs a C++ compiler; install g++, or start without --compiled")
         args = AsyncEngineArgs(
             model=self._path,
             scheduler_cls="services.worker.engines.vllm_scheduler.scheduler",
             scheduling_policy="priority",
             additional_config={BOARD_KEY: str(self._board_path)},
-            enforce_eager=not _has_gpu(),
+            enforce_eager=not (self._compiled or _has_gpu()),
+            distributed_executor_backend=where,
             disable_log_stats=True,
             enable_log_requests=False,
             **{k: v for k, v in self._args.items() if v is not None},
@@ -138,7 +164,7 @@ class VllmEngine:
                 pass
 
         # Without a compiler there is nothing to compile ahead, and a failure in vLLM's worker would end the engine.
-        if _has_gpu() or any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        if _has_gpu() or _has_compiler():
             logprobs = Sampling(temperature=0.0, ignore_eos=True, logprobs=1)
             await one("alone", logprobs)
             await asyncio.gather(one("first", logprobs), one("second", logprobs))
@@ -307,3 +333,7 @@ def _has_gpu() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
