@@ -85,7 +85,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     "--block-s", type=click.FloatRange(2.0), help="mixed: seconds of a block. [default: 120; 60 with --quick]"
 )
 @click.option("--realtime-per-arm", type=click.IntRange(1), help="mixed: realtime requests that count. [default: 200]")
-@click.option("--itl-budgets", metavar="MS,MS", callback=_numbers, help="mixed: our points. [default: 50,100,200]")
+@click.option("--itl-budgets", metavar="MS,MS", callback=_numbers, help="mixed: our points. [default: 36,100,200]")
 @click.option(
     "--itl-budget", metavar="MS", type=click.IntRange(1),
     help="long-prompt: the budget of ours. [default: twice the median gap without the prompt]",

@@ -9,16 +9,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from trimtab.messages import Load, Timings
-from trimtab.scheduling import STATS
+from trimtab.scheduling import BY_LENGTH, LengthClass
 from trimtab.snapshot import Limits
 
-_NOW = frozenset(name for name in STATS if name.startswith("step_") or "max_" in name)
-"""Statistics that are no running totals."""
+_LENGTHS = {f"{length}_{what}" for length in LengthClass for what in BY_LENGTH}
+"""Statistics of one length class: they go out as one metric for all classes."""
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class WorkerMetrics:
-    """Labels are bounded: two workloads, six outcomes."""
+    """Labels are bounded: two workloads, six outcomes, five length classes."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -65,18 +65,31 @@ class WorkerMetrics:
 
 
 class _Scheduler(Collector):
-    """The scheduler's statistics as they are now (`scheduling.STATS`), each under its own name."""
+    """The scheduler's statistics as they are now (`scheduling.STATS`): each under its own name, those of length classes by a label."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._stats().items():
-            text = f"The scheduler's {name.replace('_', ' ')}"
-            if name in _NOW:
-                yield GaugeMetricFamily(f"trimtab_scheduler_{name}", text, value=value)
-            else:
-                yield CounterMetricFamily(f"trimtab_scheduler_{name}", text, value=value)
+        stats = self._stats()
+        for name, value in stats.items():
+            if name not in _LENGTHS:
+                family = _family(name)
+                family.add_metric([], value)
+                yield family
+        for what in BY_LENGTH:
+            family = _family(what, "length_class")
+            for length in LengthClass:
+                if (name := f"{length}_{what}") in stats:
+                    family.add_metric([length.value], stats[name])
+            yield family
+
+
+def _family(name: str, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
+    """Of one statistic; some are no running totals."""
+    now = name.startswith("step_") or "max_" in name or name == "waiting"
+    text = f"The scheduler's {name.replace('_', ' ')}"
+    return (GaugeMetricFamily if now else CounterMetricFamily)(f"trimtab_scheduler_{name}", text, labels=labels)
 
 
 class _Gauges(Collector):

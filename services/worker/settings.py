@@ -24,7 +24,9 @@ class WorkerSettings:
     max_model_len: int | None = setting(None, "window in tokens; none takes the model's own")
     dtype: str = setting("auto", "engine data type: auto, bfloat16, float16 or float32")
     kv_cache_gib: int = setting(2, "memory for the KV cache on CPU, in whole GiB")
-    compiled: bool = setting(False, "compile the model for this CPU at start: a minute, and g++, for steps a third shorter")
+    compiled: bool = setting(
+        False, "compile the model for this CPU at start: a minute, and g++, for steps a third shorter"
+    )
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     step_ms: float = setting(10.0, "simulated engine: constant part of a step, in milliseconds")
     token_us: float = setting(20.0, "simulated engine: microseconds for each token of a step")

@@ -36,7 +36,7 @@ def _no_vllm_and_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(figures, "bootstrap", partial(figures.bootstrap, resamples=20))
     of = Plan.of
-    short = {"capacity": Timing(0.02, 0.3, 0.0), "calibration": 3}
+    short = {"capacity": Timing(0.02, 0.3, 0.0), "calibration": 3, "alone": None}
     monkeypatch.setattr(
         plans.Plan, "of", lambda options: replace(of(options), **({"calibration": 3} if options.quick else short))
     )
@@ -62,6 +62,16 @@ async def test_a_run_checks_calibrates_and_measures_every_arm_in_every_round(tmp
     assert "capacity" in text
     assert "20 of 20 requests" in text
     assert json.loads(json.dumps(report.as_json()))["setup"]["shape"]["max_num_seqs"] == 32
+
+
+async def test_the_rate_is_that_of_requests_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = plans.Plan.of
+    alone = Timing(0.05, 1.0, 5.0)
+    monkeypatch.setattr(plans.Plan, "of", lambda options: replace(of(options), alone=alone))
+    report = await course.run(options(tmp_path, arms=("fcfs",), rounds=1), FakeParts().parts())
+    found = report.setup["calibration"]
+    assert found["requests"] > 3, "counted by the block, and not the three that came one at a time"
+    assert found["rate_per_s"] == pytest.approx(0.22314 / found["mean_e2e_ms"] * 1000, rel=0.01)
 
 
 async def test_every_block_runs_by_the_whole_policy_of_its_arm(tmp_path: Path) -> None:

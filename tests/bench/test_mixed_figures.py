@@ -130,7 +130,7 @@ def test_there_is_one_object_for_an_arm_and_it_is_json() -> None:
     arm = json.loads(json.dumps(figures.arm_figures(ours(100), found, 1, quick=False)))
     assert (arm["arm"], arm["rounds"], arm["requests"], arm["unfinished"]) == ("ours-100", 6, 240, 0)
     assert arm["policy"] == {
-        "scheduler.mode": "trimtab", "prefill.itl_budget_ms": 100, "prefill.max_step_ms": 800,
+        "scheduler.mode": "trimtab", "prefill.itl_budget_ms": 100, "prefill.max_step_ms": 1000,
     }  # fmt: skip
     assert arm["tokens_per_s"]["value"] == 385.0
     assert arm["batch_tokens_per_s"]["value"] == 360.0

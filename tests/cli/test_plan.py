@@ -72,7 +72,9 @@ def test_each_process_gets_what_it_needs(tmp_path: Path, ports: dict[str, int]) 
     assert specs["control"].env["TRIMTAB_CONTROL_REDIS"] == plan.store == f"unix://{specs['valkey'].address}"
 
 
-def test_several_engines_divide_the_cores(tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_engines_divide_the_cores(
+    tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert by_name(a_plan(tmp_path, workers="2"))["w1"].env == {"OMP_NUM_THREADS": "4"}

@@ -374,11 +374,12 @@ def test_who_came_last_is_not_who_stands_last():
     run.step()
     run.now = 2000.0
     old = run.batch(100, 5, arrival=0.0)
-    run.realtime(60, 5, arrival=1500.0)
+    late = run.realtime(60, 5, arrival=1500.0)
     run.batch(60, 5, arrival=600.0)
     assert [i.request_id for i in run.planner.waiting][-1] == "b3"
     # 1500 ms are too much, and other prompts in prefill are no reason.
-    assert run.step().started == (old,)
+    # A protected prompt joins whatever the others have in prefill, and 900 ms are not too much.
+    assert run.step().started == (old, late)
 
 
 def test_a_flood_never_overtakes_by_more_than_the_bound():
@@ -392,3 +393,27 @@ def test_a_flood_never_overtakes_by_more_than_the_bound():
         run.step()
     assert run.counters.waits[BATCH].count >= 5
     assert run.counters.max_overtake_ms <= 3000.0 + 200.0
+
+
+def test_a_giant_of_batch_in_prefill_stops_no_giant_of_realtime():
+    run = a_run(paths__hot_below=50, serial__above=100, prefill__step_tokens=64, prefill__itl_budget_ms=0)
+    first = run.batch(1000, 5)
+    run.step()
+    urgent = run.realtime(300, 5)
+    step = run.step()
+    assert step.started == (urgent,)
+    assert urgent in step.ran and first not in step.ran, "giants one by one, and realtime first"
+    second = run.realtime(300, 5)
+    while second not in (step := run.step()).started:
+        assert first not in step.ran
+    assert urgent not in run.planner.prefilling, "among themselves they go one by one too"
+
+
+def test_realtime_prompts_take_what_batch_prompts_would_have_shared():
+    run = a_run(paths__hot_below=50, prefill__concurrent=2, prefill__step_tokens=64, prefill__itl_budget_ms=0)
+    run.batch(1000, 5)
+    run.batch(1000, 5)
+    run.step()
+    urgent = run.realtime(100, 5)
+    assert run.step().ran == {urgent: 64}
+    assert run.step().ran[urgent] == 36

@@ -12,7 +12,7 @@ from tests.trimtab.scheduling_builders import BATCH, REALTIME, rules
 from trimtab.engine import Costs, EngineValue
 from trimtab.messages import Workload
 from trimtab.policy import Mode, Preemption
-from trimtab.scheduling import Shape
+from trimtab.scheduling import LengthClass, Shape
 from trimtab.scheduling.step import MIN_CHUNK
 from trimtab.scheduling.victims import slice_over
 
@@ -309,12 +309,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert not set(decodes) & set(p.prefilling)
         assert all(i.protected for i in p.protected_decodes.values())
         assert not any(i.protected for i in p.rest_decodes.values())
-        for kind, kv_tokens in ((p.rest_decodes, p.rest_kv_tokens), (p.protected_decodes, p.protected_kv_tokens)):
-            assert kv_tokens == sum(e._sequences[i].computed for i in kind)
-        assert p.kv_tokens == p.rest_kv_tokens + p.protected_kv_tokens
+        for kind in (p.rest_decodes, p.protected_decodes):
+            assert kind.kv_tokens == sum(e._sequences[i].computed for i in kind)
+        assert p.kv_tokens == p.rest_decodes.kv_tokens + p.protected_decodes.kv_tokens
         assert p.express_running == sum(i.express for i in p.running.values())
         assert p.queued_prefill_tokens == sum(i.left for i in (*p.waiting, *p.prefilling.values()))
         assert [i.order for i in p.waiting] == sorted(i.order for i in p.waiting)
+        assert p.waiting.by_length == {c: sum(i.length is c for i in p.waiting) for c in LengthClass}
+        started = [sum(w.count for w in waits.values()) for waits in (p.counters.waits, p.counters.waits_by_length)]
+        assert started == [sum(known.first_step is not None for known in self.ledger.values())] * 2
         assert not p._in_flight
 
 

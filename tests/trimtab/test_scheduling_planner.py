@@ -1,6 +1,8 @@
 """The state from step to step: what is counted agrees with what ran, whoever comes and goes, and however the engine overlaps its steps."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trimtab.scheduling_builders import BATCH, REALTIME, Knowing, a_run, an_item, rules
 from trimtab.engine import Costs
@@ -79,6 +81,60 @@ def test_decodes_that_found_no_token_are_where_they_were():
     assert planner.computed(planner.find("a")) == 11
     assert planner.computed(planner.find("b")) == 10
     assert planner.kv_tokens == 21
+
+
+def a_full_house():
+    """Eight unprotected decodes, of which a few sit each step out for the sake of two protected ones."""
+    items = [*(an_item(f"r{n}", REALTIME, 10) for n in range(2)), *(an_item(f"b{n}", BATCH, 10 + n) for n in range(8))]
+    planner = Planner(rules(prefill__itl_budget_ms=0), Knowing(Costs(10.0, 1000.0)))
+    for item in items:
+        planner.add(item)
+    carry_out(planner, {item.request_id: item.goal for item in items})
+    planner.ended(1.0)
+    planner.set_rules(rules(prefill__itl_budget_ms=16, prefill__max_suspend_ms=60_000))
+    assert len(planner.plan(0.0, MEMORY, always).held) == 4
+    return planner
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9), max_size=2), st.booleans()),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_whatever_the_engine_makes_of_a_plan_it_is_counted_as_it_was(steps):
+    """vLLM may preempt by itself, and leave out whom it finds no block for."""
+    planner = a_full_house()
+    for left_out, preempted, as_planned in steps:
+        plan = planner.plan(0.0, MEMORY, always)
+        decodes = [planner.find(i) for i in (*planner.protected_decodes, *planner.rest_decodes)]
+        for n in [] if as_planned else preempted:
+            if n < len(decodes) and decodes[n].request_id in planner.running:
+                planner.preempted(decodes[n].request_id, goal=30)
+        there = [i for i in decodes if i.request_id in planner.running]
+        before = {i.request_id: (planner.computed(i), planner.executed_ms(i)) for i in there}
+        turns = [list(planner.protected_decodes), list(planner.rest_decodes)]
+        out = plan.held if as_planned else {i.request_id for n, i in enumerate(there) if n in left_out}
+        ran = {i.request_id: 1 for i in there if i.request_id not in out}
+        held = planner.counters.held_decodes
+        shape = planner.began(plan, 0.0, ran, len(ran), lambda item: item.goal)
+        if not ran:
+            assert {i.request_id: (planner.computed(i), planner.executed_ms(i)) for i in there} == before
+            continue
+        planner.ended(10.0)
+        assert planner.counters.held_decodes - held == sum(i in planner.running for i in plan.held)
+        assert (shape.decodes, shape.kv_tokens) == (len(ran), sum(before[i][0] for i in ran))
+        for item in there:
+            took = 10.0 if item.request_id in ran else 0.0
+            had, executed = before[item.request_id]
+            assert planner.computed(item) == had + (item.request_id in ran)
+            assert planner.executed_ms(item) == executed + took
+        if plan.held:
+            assert [list(planner.protected_decodes), list(planner.rest_decodes)] == [
+                [i for i in line if i not in ran] + [i for i in line if i in ran] for line in turns
+            ]
+        assert planner.kv_tokens == sum(planner.computed(i) for i in there)
 
 
 def test_a_step_without_a_token_moves_nobody():

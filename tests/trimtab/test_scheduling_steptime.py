@@ -1,12 +1,13 @@
 """What a step will take: learned from steps, never negative, not spoilt by a bad one; and how much fits into a given time."""
 
 import random
+from copy import deepcopy
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.scheduling import Shape, StepTimeModel
+from trimtab.scheduling import Shape, StepTimeModel, steptime
 from trimtab.scheduling.steptime import ENOUGH, FIRST_TOKENS, GROWTH, KNEES, OUTLIER, UNKNOWN_MS, N
 
 # one, prefill token, thousand tokens of context, decode, thousand tokens of KV, knees
@@ -139,13 +140,50 @@ def test_a_machine_of_another_speed_is_learned_anew(times):
     assert off_by(model, tuple(times * w for w in world), some_shapes(12, 50)) < 0.25
 
 
-def test_what_was_learned_outlasts_a_long_time_without_prompts():
+@pytest.mark.parametrize("forget", [steptime.FORGET, 0.9], ids=["20,000 steps", "as good as 400,000 steps"])
+def test_what_was_learned_outlasts_a_long_time_without_prompts(monkeypatch, forget):
     world = WORLDS["a GPU"]
     model = a_model(world, noise=0.0)
     before = model.predict(a_shape(500, 1000))
+    monkeypatch.setattr(steptime, "FORGET", forget)
     for n in range(20_000):
         model.observe(a_shape(decodes=8, kv=8 * (100 + n)), true_ms(world, a_shape(decodes=8, kv=8 * (100 + n))))
     assert model.predict(a_shape(500, 1000)) == pytest.approx(before, rel=0.3)
+
+
+def test_a_weight_of_which_all_evidence_has_faded_stays_as_it_is():
+    world = WORLDS["a GPU"]
+    learned = a_model(world, noise=0.0)
+    before = learned.predict(a_shape(500, 1000))
+    for exponent in range(60, 309):
+        model = deepcopy(learned)
+        model._target = [value / 10.0**exponent for value in learned._target]
+        model._gram = [[value / 10.0**exponent for value in row] for row in learned._gram]
+        model._newest = steptime.GROWN**3
+        for n in range(2 * steptime.SOLVE_EVERY):
+            shape = a_shape(decodes=8 + n, kv=1000 * n)
+            model.observe(shape, true_ms(world, shape))
+        assert model.predict(a_shape(500, 1000)) == pytest.approx(before, rel=0.3)
+
+
+def test_only_what_a_step_holds_is_touched_and_all_else_is_forgotten_as_if_it_were():
+    """A plain fit that fades every sum at every step."""
+    model, rng = StepTimeModel(), random.Random(2)
+    gram, target = [[0.0] * N for _ in range(N)], [0.0] * N
+    for n, shape in enumerate(some_shapes(5, 12_000)):
+        ms = true_ms(WORLDS["a GPU"], shape) * rng.gauss(1.0, 0.03)
+        predicted = model.predict(shape) if model.known else 0.0
+        model.observe(shape, ms)
+        ms = min(ms, OUTLIER * max(predicted, 1.0)) if n >= ENOUGH else ms
+        forget = min(steptime.FORGET, 1.0 - 2.0 / (n + 3.0))
+        weight, x = 1.0 / max(ms, predicted / OUTLIER, 1.0), shape.features()
+        for i in range(N):
+            target[i] = target[i] * forget + weight * x[i] * ms
+            for j in range(i, N):
+                gram[i][j] = gram[i][j] * forget + weight * x[i] * x[j]
+    assert [value / model._newest for value in model._target] == pytest.approx(target)
+    for row, expected in zip(model._gram, gram, strict=True):
+        assert [value / model._newest for value in row] == pytest.approx(expected)
 
 
 def test_its_own_error_is_measured_before_it_learns_from_a_step():

@@ -103,7 +103,9 @@ async def test_tokens_are_plain_vllms_whatever_the_scheduler_does(model_path, ex
             finally:
                 places.release()
 
-        await engine.apply(with_fields(Policy(), {**BASE, "preemption.mode": "aggressive", "paths.realtime_reserve": 0}))
+        await engine.apply(
+            with_fields(Policy(), {**BASE, "preemption.mode": "aggressive", "paths.realtime_reserve": 0})
+        )
         for i, job in enumerate(jobs(1)):
             while i == BLOCKERS and engine.row().running < BLOCKERS:
                 await asyncio.sleep(0.02)

@@ -5,6 +5,7 @@ import struct
 import pytest
 
 from services.worker.engines import board as boards
+from trimtab.scheduling import STATS
 
 
 @pytest.fixture
@@ -19,6 +20,16 @@ def test_the_newest_row_is_read(pair):
     assert reader.read() == boards.Row()
     row = boards.Row(7, 1.5, 20.0, 0, 3, 4, 500, 60, 64, 9, 10, 11)
     writer.write(row)
+    assert reader.read() == row
+
+
+def test_statistics_are_read_by_their_names_and_leave_the_row_alone(pair):
+    writer, reader = pair
+    row = boards.Row(7, 1.5, 20.0, 0, 3, 4, 500, 60, 64, 9, 10, 11, 12.5)
+    writer.write(row)
+    values = tuple(float(n) for n in range(1, len(STATS) + 1))
+    writer.write_stats(values)
+    assert reader.read_stats() == dict(zip(STATS, values, strict=True))
     assert reader.read() == row
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.messages import Workload
+from trimtab.scheduling.lengths import LengthClass
 
 
 @dataclass(slots=True)
 class Waits:
-    """How long requests of one workload waited for their first step, in milliseconds."""
+    """How long requests of one workload or length class waited for their first step, in milliseconds."""
 
     count: int = 0
     sum_ms: float = 0.0
@@ -43,6 +44,16 @@ class Counters:
     max_overtake_ms: float = 0.0
     """The most by which a request that was first scheduled had arrived after a BATCH request that had not been."""
     waits: dict[Workload, Waits] = field(default_factory=lambda: {w: Waits() for w in Workload})
+    waits_by_length: dict[LengthClass, Waits] = field(default_factory=lambda: {c: Waits() for c in LengthClass})
+
+    def started(self, workload: Workload, length: LengthClass, waited_ms: float) -> None:
+        """A request was scheduled for the first time, `waited_ms` after its arrival."""
+        self.waits[workload].add(waited_ms)
+        self.waits_by_length[length].add(waited_ms)
+
+
+BY_LENGTH = ("waits", "wait_ms", "max_wait_ms", "waiting")
+"""What is known of each length class: requests that started, their waits in all and the longest, and how many the engine lets wait now."""
 
 
 STATS = (
@@ -62,6 +73,7 @@ STATS = (
     "batch_waits",
     "batch_wait_ms",
     "batch_max_wait_ms",
+    *(f"{length}_{what}" for length in LengthClass for what in BY_LENGTH),
     "step_error_ms",
     "step_constant_ms",
     "step_ms_per_prefill_token",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimtab.messages import Workload
+from trimtab.scheduling.lengths import LengthClass
 from trimtab.scheduling.order import order_ms
 from trimtab.scheduling.rules import Rules
 
@@ -13,7 +14,7 @@ from trimtab.scheduling.rules import Rules
 class Item:
     """`goal` is how many tokens must be computed before the next one comes out: the prompt, and after a preemption what was produced too.
 
-    `computed` counts up to `goal`; from there on the request decodes and `kv_base` keeps its place (see Planner).
+    `computed` counts up to `goal`; from there on the request decodes and `kv_base` keeps its place (see Decodes).
     """
 
     request_id: str
@@ -27,6 +28,8 @@ class Item:
     computed: int = 0
     high_water: int = 0
     """Most tokens ever computed: what lies below it is computed again."""
+    length: LengthClass = field(init=False)
+    """Of the prompt."""
 
     # From the rules in force.
     order: float = 0.0
@@ -52,6 +55,7 @@ class Item:
 
     def __post_init__(self) -> None:
         self.goal = self.goal or self.prompt_tokens
+        self.length = LengthClass.of(self.prompt_tokens)
         self.waits_since_ms = self.waits_since_ms or self.arrival_ms
 
     def classify(self, r: Rules) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from trimtab.messages import Workload
 from trimtab.policy import Mode
 from trimtab.scheduling import step, victims
 from trimtab.scheduling.counters import Counters
+from trimtab.scheduling.decodes import Decodes
 from trimtab.scheduling.item import Item
+from trimtab.scheduling.plan import Memory, Plan
 from trimtab.scheduling.rules import Rules
-from trimtab.scheduling.step import Memory, Plan
 from trimtab.scheduling.steptime import Shape, StepTimeModel
 from trimtab.scheduling.waiting import Waiting
 
@@ -39,9 +41,8 @@ class Planner:
         self.waiting = Waiting()
         self.running: dict[str, Item] = {}
         self.prefilling: dict[str, Item] = {}
-        self.rest_decodes: dict[str, Item] = {}
-        """Unprotected, in the order in which they take turns when not all of them fit."""
-        self.protected_decodes: dict[str, Item] = {}
+        self.rest_decodes = Decodes()
+        self.protected_decodes = Decodes()
         self.express_running = 0
         self.queued_prefill_tokens = 0
         self.busy_ms = 0.0
@@ -55,9 +56,6 @@ class Planner:
         self.no_victim_before_ms = 0.0
         """On the busy clock: until then everybody's time slice is known to last."""
         self._now_ms = 0.0
-        self._decode_steps = 0
-        self._kv_bases = {True: 0, False: 0}
-        """Sum of `kv_base` over the protected decodes, and over the rest."""
         self._in_flight: deque[_Step] = deque()
 
     # Requests come and go.
@@ -101,8 +99,9 @@ class Planner:
             self.express_running += item.express
             # Who stays where he is keeps his turn among the decodes.
             if item.protected != was_protected and item.request_id not in self.prefilling:
+                computed = self.computed(item)
                 self._stop_decoding(item)
-                self._start_decoding(item)
+                self._start_decoding(item, computed)
 
     def waiting_changed(self, items: Iterable[Item]) -> None:
         """Their delta or isolation is another one now."""
@@ -124,7 +123,8 @@ class Planner:
     def victims(self, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> list[Item]:
         """Who has to make room now. The engine preempts each and says so by `preempted` before it asks for the plan."""
         self._now_ms = now_ms
-        if self.rules.mode is not Mode.TRIMTAB or not self.waiting:
+        self.made_room = False
+        if self.rules.mode is not Mode.TRIMTAB or not self.waiting.express:
             return []
         found = victims.by_choice(self, now_ms, memory, ready)
         self.counters.preemptions += len(found)
@@ -167,30 +167,20 @@ class Planner:
     ) -> Shape:
         """What the engine made of the plan: `ran` gives each scheduled request its tokens, `computed` what it has with this step."""
         shape = Shape(kv_tokens=self.kv_tokens)
-        admitted = [i for i in plan.admit if i.request_id in ran]
-        for item in admitted:
-            self._admit(item, now_ms)
-        idle = self._idle_decodes(ran)
-        if total_tokens:
-            for item in idle:
-                shape.kv_tokens -= item.kv_base + self._decode_steps
-                item.kv_base -= 1
-                self._kv_bases[item.protected] -= 1
-            self._decode_steps += 1
-        # Of those held back, vLLM may have preempted some meanwhile.
-        self.counters.held_decodes += sum(i.request_id in self.running for i in plan.held)
+        for item in plan.admit:
+            if item.request_id in ran:
+                self._admit(item, now_ms)
+        idle = self._step_decodes(plan, ran, shape) if total_tokens else []
         self.counters.forced += plan.forced
-        if plan.held:
-            self._take_turns(ran)
         for item in list(self.prefilling.values()):
             tokens = ran.get(item.request_id, 0)
-            if not tokens:
+            if tokens:
+                self._prefilled(item, tokens, min(item.goal, computed(item)), shape)
+            else:
                 idle.append(item)
-                continue
-            self._prefilled(item, tokens, min(item.goal, computed(item)), shape)
         shape.decodes = total_tokens - shape.prefill_tokens
         self.counters.computed_tokens += total_tokens
-        if plan.rest_ran or not (self.rest_decodes or len(self.prefilling)):
+        if plan.rest_ran or not (self.rest_decodes or self.prefilling):
             self.rest_ran_ms = now_ms
         self.barred.clear()
         self.made_room = False
@@ -198,19 +188,29 @@ class Planner:
             self._in_flight.append(_Step(shape, self.model.predict(shape), idle))
         return shape
 
-    def _idle_decodes(self, ran: Mapping[str, int]) -> list[Item]:
-        """Decodes that are no part of the step: held back, or there was no token or block left for them."""
-        decodes = len(self.rest_decodes) + len(self.protected_decodes)
-        if len(ran) - sum(request_id in ran for request_id in self.prefilling) == decodes:
+    def _step_decodes(self, plan: Plan, ran: Mapping[str, int], shape: Shape) -> list[Item]:
+        """Each computes a token but those that are no part of the step: held back, or there was no token or block left for them."""
+        kinds = (self.protected_decodes, self.rest_decodes)
+        for kind in kinds:
+            kind.step()
+        missing = len(self.running) - len(self.prefilling) - len(ran) + sum([i in ran for i in self.prefilling])
+        if not missing and not plan.held:
             return []
-        every = (*self.protected_decodes.values(), *self.rest_decodes.values())
-        return [i for i in every if i.request_id not in ran]
-
-    def _take_turns(self, ran: Mapping[str, int]) -> None:
-        """Who ran goes behind those who sat out."""
-        for decodes in (self.protected_decodes, self.rest_decodes):
-            for request_id in [i for i in decodes if i in ran]:
-                decodes[request_id] = decodes.pop(request_id)
+        held = (plan.held[: plan.held_protected], plan.held[plan.held_protected :])
+        # Nobody has to be looked for where those who are missing are those whom the plan left out.
+        as_planned = missing == len(plan.held) and ran.keys().isdisjoint(plan.held)
+        if as_planned and all(map(Decodes.end_with, kinds, held)):
+            self.counters.held_decodes += missing
+        else:
+            # vLLM may have preempted some meanwhile.
+            self.counters.held_decodes += sum(i in self.running for i in plan.held)
+            held = ([i for i in kinds[0] if i not in ran], [i for i in kinds[1] if i not in ran])
+        idle: list[Item] = []
+        for kind, ids in zip(kinds, held, strict=True):
+            items, kv_tokens = kind.sit_out(ids, go_first=bool(plan.held))
+            shape.kv_tokens -= kv_tokens
+            idle += items
+        return idle
 
     def ended(self, ms: float) -> None:
         """The oldest step under way took `ms`; steps without a token are not told."""
@@ -224,26 +224,19 @@ class Planner:
 
     def computed(self, item: Item) -> int:
         """Tokens of a running request whose KV is there."""
-        decoding = item.request_id in self.rest_decodes or item.request_id in self.protected_decodes
-        return item.kv_base + self._decode_steps if decoding else item.computed
+        for kind in (self.rest_decodes, self.protected_decodes):
+            if item.request_id in kind:
+                return kind.computed(item)
+        return item.computed
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that all decodes together read in a step."""
-        return self.protected_kv_tokens + self.rest_kv_tokens
-
-    @property
-    def protected_kv_tokens(self) -> int:
-        return self._kv_bases[True] + self._decode_steps * len(self.protected_decodes)
-
-    @property
-    def rest_kv_tokens(self) -> int:
-        return self._kv_bases[False] + self._decode_steps * len(self.rest_decodes)
+        return self.protected_decodes.kv_tokens + self.rest_decodes.kv_tokens
 
     def growing(self, block_size: int) -> int:
         """Decodes whose next token needs another block."""
-        decodes = (*self.protected_decodes.values(), *self.rest_decodes.values())
-        return sum((i.kv_base + self._decode_steps) % block_size == 0 for i in decodes)
+        return self.protected_decodes.growing(block_size) + self.rest_decodes.growing(block_size)
 
     @property
     def predicted_ms(self) -> float:
@@ -258,10 +251,14 @@ class Planner:
         """What a report says of the scheduler, named by STATS; counters since the engine's start, times in milliseconds."""
         c, w = self.counters, self.model.weights
         realtime, batch = c.waits[Workload.REALTIME], c.waits[Workload.BATCH]
+        lengths = [
+            (waits.count, waits.sum_ms, waits.max_ms, self.waiting.by_length[length])
+            for length, waits in c.waits_by_length.items()
+        ]
         return (
             c.preemptions, c.memory_preemptions, c.slices_broken, c.slices_denied, c.recomputed_tokens, c.aborted_tokens,
             c.computed_tokens, c.held_decodes, c.forced, c.max_overtake_ms, realtime.count, realtime.sum_ms, realtime.max_ms,
-            batch.count, batch.sum_ms, batch.max_ms, self.model.error_ms, *w,
+            batch.count, batch.sum_ms, batch.max_ms, *chain.from_iterable(lengths), self.model.error_ms, *w,
         )  # fmt: skip
 
     # Moves.
@@ -280,7 +277,7 @@ class Planner:
         if item.started:
             return
         item.started = True
-        self.counters.waits[item.workload].add(now_ms - item.arrival_ms)
+        self.counters.started(item.workload, item.length, now_ms - item.arrival_ms)
         oldest_ms = self.waiting.oldest_unstarted_ms()
         if oldest_ms is not None:
             self.counters.max_overtake_ms = max(self.counters.max_overtake_ms, item.arrival_ms - oldest_ms)
@@ -295,17 +292,14 @@ class Planner:
         if not item.left:
             del self.prefilling[item.request_id]
             item.fresh = False
-            item.kv_base = item.goal - self._decode_steps
-            self._start_decoding(item)
+            self._start_decoding(item, item.goal)
 
-    def _start_decoding(self, item: Item) -> None:
-        (self.protected_decodes if item.protected else self.rest_decodes)[item.request_id] = item
-        self._kv_bases[item.protected] += item.kv_base
+    def _start_decoding(self, item: Item, computed: int) -> None:
+        (self.protected_decodes if item.protected else self.rest_decodes).add(item, computed)
 
     def _stop_decoding(self, item: Item) -> None:
-        for protected, decodes in ((True, self.protected_decodes), (False, self.rest_decodes)):
-            if decodes.pop(item.request_id, None) is not None:
-                self._kv_bases[protected] -= item.kv_base
+        self.rest_decodes.remove(item.request_id)
+        self.protected_decodes.remove(item.request_id)
 
     def _leave_running(self, item: Item) -> None:
         del self.running[item.request_id]

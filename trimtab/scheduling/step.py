@@ -8,52 +8,29 @@ kept for the protected are hard while anybody else runs. A step is never empty w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trimtab.policy import Mode
 from trimtab.scheduling.item import Item
+from trimtab.scheduling.plan import Memory, Plan
 from trimtab.scheduling.steptime import Shape
 
 if TYPE_CHECKING:
+    from trimtab.scheduling.decodes import Decodes
     from trimtab.scheduling.planner import Planner
 
 MIN_CHUNK = 16
 """Tokens that a prompt gets at least when it must make progress, whatever the budget says."""
-UNLIMITED = 1 << 30
+_ORDER, _ARRIVAL, _WAITS_SINCE, _GOAL, _ALONE = map(
+    attrgetter, ("order", "arrival_ms", "waits_since_ms", "goal", "alone")
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The engine's KV cache now."""
-
-    free_blocks: int
-    total_blocks: int
-    block_size: int
-
-    @property
-    def use(self) -> float:
-        return 1.0 - self.free_blocks / max(1, self.total_blocks)
-
-
-@dataclass(slots=True)
-class Plan:
-    """`admit` in this order; `allowance` bounds the tokens of those named in it (0: not in this step), all others take what they want.
-
-    `held` are running decodes that sit this step out; they have an allowance of 0.
-    """
-
-    admit: list[Item] = field(default_factory=list)
-    allowance: dict[str, int] = field(default_factory=dict)
-    held: list[Item] = field(default_factory=list)
-    shape: Shape = field(default_factory=Shape)
-    """What the step holds if vLLM finds nothing in its prefix cache."""
-    rest_ran: bool = True
-    """Unprotected work got its share, or there was none."""
-    forced: int = 0
-    """What `Counters.forced` grows by when the plan is carried out."""
+def _protected_first(item: Item) -> tuple[bool, float]:
+    return not item.protected, item.order
 
 
 def baseline(s: Planner, ready: Callable[[Item], bool]) -> Plan:
@@ -71,16 +48,16 @@ def express_limit_ms(s: Planner) -> float:
 
 def owed_tokens(s: Planner, now_ms: float) -> tuple[int, int]:
     """Tokens of the next step that end a suspension: for a decode, and for a prompt. Both are 0 where none is to end."""
-    prefilling = any(not i.express for i in s.prefilling.values())
-    if now_ms - s.rest_ran_ms < s.rules.max_suspend_ms or not (prefilling or s.rest_decodes):
+    if now_ms - s.rest_ran_ms < s.rules.max_suspend_ms:
         return 0, 0
+    prefilling = any(not i.protected for i in s.prefilling.values())
     decode = int(bool(s.rest_decodes))
     return decode, min(MIN_CHUNK, (s.rules.step_tokens - decode + 1) // 2) if prefilling else 0
 
 
 def express_tokens(s: Planner, now_ms: float) -> int:
     """Prompt tokens of the protected that fit into the next step."""
-    shape = Shape(decodes=len(s.protected_decodes), kv_tokens=s.protected_kv_tokens)
+    shape = Shape(decodes=len(s.protected_decodes), kv_tokens=s.protected_decodes.kv_tokens)
     room = s.model.prefill_room(shape, express_limit_ms(s), 0)
     return min(s.rules.step_tokens - shape.decodes - sum(owed_tokens(s, now_ms)), max(MIN_CHUNK, room))
 
@@ -91,102 +68,119 @@ def assemble(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item], 
 
 
 class _Assembly:
+    # What a step without prompts, the most frequent one, leaves as it is.
+    express_prefilling: Sequence[Item] = ()
+    rest_prefilling: Sequence[Item] = ()
+    express_waits = alone = False
+    rest_tokens = serial = serial_protected = 0
+
     def __init__(self, s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> None:
         self.s, self.r, self.now_ms, self.memory = s, s.rules, now_ms, memory
         self.result = Plan()
         self.shape = self.result.shape
         self.running = len(s.running)
-        # Where nobody can be admitted it is enough to know whether one who waits is protected.
-        full = self.running >= self.r.active or (
-            self.running - s.express_running >= self.r.hard_cap and not s.waiting.express
-        )
-        self.waiting = (
-            []
-            if full
-            else s.waiting.foremost(self.r.active - self.running, lambda i: i.request_id not in s.barred and ready(i))
-        )
-        express_waits = any(i.request_id not in s.barred and ready(i) for i in s.waiting.express)
-        self.cold_waiting = len(s.waiting.cold)
         self.express = s.express_running
         self.others = self.running - self.express
-        prefilling = s.prefilling.values()
-        bs = memory.block_size
-        # Blocks that prompts in prefill have been promised: nobody but the express may take those.
-        self.promised = sum(i.still_takes(bs) for i in prefilling)
-        # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
-        self.free, wanted = memory.free_blocks, float(self.promised)
-        self.serial, self.alone = 0, False
-        if self.waiting:
-            wanted += sum(i.blocks(bs) for i in self.waiting) + self.r.reserve * memory.total_blocks
-            self.serial = sum(i.serial for i in prefilling)
-            # Looked for only where it matters: it visits everybody who runs.
-            self.alone = any(i.alone for i in self.waiting) and any(i.alone for i in s.running.values())
-        if wanted and self.free < wanted + self.running:
-            self.free -= s.growing(bs)
-        self.overdue: list[Item] = []
-        self.rest_prefilling = sorted((i for i in prefilling if not i.express), key=lambda i: i.order)
-        self.rest_tokens = 0
-        express_prefill = len(self.rest_prefilling) < len(s.prefilling) or express_waits
-        self.present = bool(s.protected_decodes) or express_prefill
-        self.rest_limit = self.r.itl_budget_ms if self.present else self.r.max_step_ms
+        self.waiting: list[Item] = []
+        self._look_at_waiting(ready)
+        if s.prefilling or self.waiting:
+            self._look_at_prompts()
+        present = self.express_waits or self.express_prefilling or s.protected_decodes
+        self.rest_limit = self.r.itl_budget_ms if present else self.r.max_step_ms
         # Tokens of this step that nobody else may take, until their turn comes.
         self.owed_decode, self.owed_prefill = owed_tokens(s, now_ms)
         self.ends_suspension = self.owed_decode + self.owed_prefill > 0
         if self.ends_suspension:
             self.rest_limit = max(self.rest_limit, self.r.max_step_ms)
 
+    def _look_at_waiting(self, ready: Callable[[Item], bool]) -> None:
+        s = self.s
+        full = self.running >= self.r.active or self.others >= self.r.hard_cap
+        if full and not s.waiting.express:
+            return
+        able = (lambda i: i.request_id not in s.barred and ready(i)) if s.barred else ready
+        if self.running >= self.r.active:
+            # Nobody can be admitted: it is enough to know whether one who waits is protected.
+            self.express_waits = any(map(able, s.waiting.express))
+        else:
+            self.waiting = s.waiting.foremost(self.r.active - self.running, able)
+            self.express_waits = any(i.express for i in self.waiting)
+
+    def _look_at_prompts(self) -> None:
+        s, bs = self.s, self.memory.block_size
+        prefilling = sorted(s.prefilling.values(), key=_ORDER)
+        self.express_prefilling = [i for i in prefilling if i.express]
+        self.rest_prefilling = [i for i in prefilling if not i.express]
+        self.overdue: list[Item] = []
+        # Blocks that prompts in prefill have been promised: nobody but the express may take those.
+        self.promised = sum(i.still_takes(bs) for i in prefilling)
+        # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
+        self.free, wanted = self.memory.free_blocks, float(self.promised)
+        if self.waiting:
+            # At least what all of them need.
+            wanted += (
+                sum(map(_GOAL, self.waiting)) // bs + len(self.waiting) + self.r.reserve * self.memory.total_blocks
+            )
+            self.serial = sum(i.serial for i in prefilling)
+            self.serial_protected = sum(i.serial and i.protected for i in prefilling)
+            # Looked for only where it matters: it visits everybody who runs.
+            self.alone = any(map(_ALONE, self.waiting)) and any(map(_ALONE, s.running.values()))
+        if wanted and self.free < wanted + self.running:
+            self.free -= s.growing(bs)
+
     def plan(self) -> Plan:
-        s, shape = self.s, self.shape
-        prompts = bool(s.prefilling or self.waiting)
-        self._protected_decodes()
-        if prompts:
+        s, shape, waits = self.s, self.shape, bool(self.waiting)
+        protected_ran = self._protected_decodes() if s.protected_decodes else 0
+        if self.express_prefilling or waits:
             self._express_prefill()
-        self._rest_decodes()
-        decodes_ran = shape.decodes > self.protected_ran or not s.rest_decodes
-        if prompts:
+        self.owed_decode = 0
+        if s.rest_decodes:
+            self._rest_decodes()
+        decodes_ran = shape.decodes > protected_ran or not s.rest_decodes
+        if self.rest_prefilling or waits:
             self._rest_prefill()
         if not shape.tokens:
             self._make_progress()
         self.result.admit = [i for i in self.result.admit if self.result.allowance[i.request_id]]
-        self.result.rest_ran = decodes_ran and (self.rest_tokens > 0 or not self.rest_prefilling)
+        self.result.rest_ran = decodes_ran and (self.rest_tokens > 0 or all(i.protected for i in self.rest_prefilling))
         self.result.forced += self.ends_suspension
         return self.result
 
     # Parts of the step.
 
-    def _protected_decodes(self) -> None:
-        """All of them, unless the step has fewer tokens."""
-        s = self.s
-        self.protected_ran = min(len(s.protected_decodes), self._tokens_left())
-        self._decode(s.protected_decodes, self.protected_ran, s.protected_kv_tokens)
+    def _protected_decodes(self) -> int:
+        """All of them, unless the step has fewer tokens; how many they are."""
+        take = min(len(self.s.protected_decodes), self._tokens_left())
+        self._decode(self.s.protected_decodes, take)
+        self.result.held_protected = len(self.result.held)
+        return take
 
     def _rest_decodes(self) -> None:
         """As many as fit; who sat out goes first next time."""
         s, shape = self.s, self.shape
-        self.owed_decode = 0
         count = len(s.rest_decodes)
-        mean = s.rest_kv_tokens / max(1, count)
+        mean = s.rest_decodes.kv_tokens / count
         room = s.model.decode_room(shape, self.rest_limit, mean) if s.model.known else count
         if self.ends_suspension or not shape.tokens:
             room = max(1, room)
-        self._decode(s.rest_decodes, max(0, min(count, room, self._tokens_left())), s.rest_kv_tokens)
+        self._decode(s.rest_decodes, max(0, min(count, room, self._tokens_left())))
 
-    def _decode(self, decodes: dict[str, Item], take: int, kv_tokens: int) -> None:
-        """The first `take`, of so many tokens that all of them read; the others sit this step out."""
+    def _decode(self, decodes: Decodes, take: int) -> None:
+        """The first `take`; the others sit this step out."""
         self.shape.decodes += take
-        self.shape.kv_tokens += round(kv_tokens * take / max(1, len(decodes)))
+        self.shape.kv_tokens += round(decodes.kv_tokens * take / len(decodes))
         if take == len(decodes):
             return
-        held = list(islice(decodes.values(), take, None))
+        held = decodes.after(take)
         self.result.held += held
-        self.result.allowance.update((item.request_id, 0) for item in held)
+        self.result.allowance.update(dict.fromkeys(held, 0))
 
     def _express_prefill(self) -> None:
         """Prompts of the protected, whole where the budget allows it; overdue others join before anyone overtakes them."""
         limit = express_limit_ms(self.s)
         # However little the budget leaves, they make progress; one after another, so that the step stays short.
         least = MIN_CHUNK
-        for item in sorted((i for i in self.s.prefilling.values() if i.express), key=lambda i: i.order):
+        for item in self.express_prefilling:
             least -= self._chunk(item, max(least, self._room(limit, item)))
         # Room that somebody had to make is theirs for whom he made it.
         if not self.s.made_room:
@@ -205,7 +199,9 @@ class _Assembly:
         if not self.waiting:
             return
         # Nobody else can be scheduled before them in this step.
-        latest = max(i.arrival_ms for i in self.waiting)
+        latest = max(map(_ARRIVAL, self.waiting))
+        if max(self.now_ms, latest) - min(map(_WAITS_SINCE, self.waiting)) <= self.r.max_overtake_ms:
+            return
         overdue = [
             i
             for i in self.waiting
@@ -222,39 +218,48 @@ class _Assembly:
     def _rest_prefill(self) -> None:
         """Hot before cold; cold prompts share what is left, `concurrent` of them at a time."""
         self.owed_prefill = 0
-        if self.ends_suspension and self.rest_prefilling:
-            self._chunk(self.rest_prefilling[0], MIN_CHUNK)
+        owed = [i for i in self.rest_prefilling if not i.protected]
+        if self.ends_suspension and owed:
+            self._chunk(owed[0], MIN_CHUNK)
         # Tokens that were owed may be left now, and room that the express did not need.
         self._admit_overdue()
-        running = sorted((*self.rest_prefilling, *(i for i in self.overdue if not i.express)), key=lambda i: i.order)
+        running = sorted((*self.rest_prefilling, *(i for i in self.overdue if not i.express)), key=_ORDER)
         for item in running:
             if item.hot:
                 self._chunk(item, self._room(self.rest_limit, item))
         for item in list(self.waiting):
-            if not self._place():
+            if not self._place(self.r.realtime_reserve):
                 break
             if item.hot and not item.express and self._soft(item) and (room := self._room(self.rest_limit, item)) > 0:
                 self._admit(item, room)
+        # REALTIME before BATCH here too: it joins whatever BATCH has in prefill, and BATCH gets what it leaves.
         cold = [i for i in running if not i.hot]
-        active, paused = cold[: self.r.concurrent], cold[self.r.concurrent :]
+        if self.waiting and self._place(0):
+            cold += self._joining(self.r.concurrent - sum(i.protected for i in cold), protected=True)
+            cold += self._joining(self.r.concurrent - len(cold), protected=False)
+        cold.sort(key=_protected_first)
+        # Giants one by one: those of the protected first, the others pause meanwhile.
+        giants = [i for i in cold if i.serial][self.r.serial_prefills :]
+        active = [i for i in cold if i not in giants][: self.r.concurrent]
+        paused = [i for i in cold if i not in active]
         for item in paused:
             self._chunk(item, 0)
-        joining: list[Item] = []
-        if self.waiting and self._place() and self._room(self.rest_limit, self.waiting[0]) > 0:
-            joining = self._joining(self.r.concurrent - len(cold))
-        # From the back, so that who comes first takes what the others leave; then what a short one leaves goes to the others.
-        sharers = [*active, *joining]
-        for position, item in reversed(list(enumerate(sharers))):
-            self._chunk(item, self._room(self.rest_limit, item) // (position + 1))
-        for item in sharers:
-            self._chunk(item, self._room(self.rest_limit, item))
+        for sharers in ([i for i in active if i.protected], [i for i in active if not i.protected]):
+            # From the back, so that who comes first takes what the others leave; then what a short one leaves goes to the others.
+            for position, item in reversed(list(enumerate(sharers))):
+                self._chunk(item, self._room(self.rest_limit, item) // (position + 1))
+            for item in sharers:
+                self._chunk(item, self._room(self.rest_limit, item))
 
-    def _joining(self, places: int) -> list[Item]:
-        """Cold requests that are admitted now: alike in length to what runs where there is a choice, else in order."""
+    def _joining(self, places: int, *, protected: bool) -> list[Item]:
+        """Cold requests, of the protected or of the others, that are admitted now: alike in length to those in prefill where there is a
+        choice, else in order."""
         found: list[Item] = []
         while len(found) < places:
-            able = [i for i in self.waiting if not i.hot and self._soft(i)]
-            if not able:
+            if not (protected or self._place(self.r.realtime_reserve)):
+                break
+            able = [i for i in self.waiting if not i.hot and i.protected is protected and self._soft(i)]
+            if not able or not self._room(self.rest_limit, able[0]):
                 break
             item = able[0]
             if self.now_ms - item.arrival_ms < self.r.max_overtake_ms / 2:
@@ -265,7 +270,7 @@ class _Assembly:
 
     def _make_progress(self) -> None:
         """Nothing would run: who is first gets a chunk, whatever the soft limits say."""
-        prefilling = sorted(self.s.prefilling.values(), key=lambda i: i.order)
+        prefilling = sorted(self.s.prefilling.values(), key=_ORDER)
         if prefilling:
             item = prefilling[0]
             self._chunk(item, max(MIN_CHUNK, self._room(self.r.max_step_ms, item)))
@@ -277,9 +282,9 @@ class _Assembly:
 
     # Limits.
 
-    def _place(self) -> bool:
-        """Whether somebody might find a slot who is not express; what else he needs is not looked at."""
-        return self.running < self.r.active and self.others < self.r.hard_cap
+    def _place(self, reserved_slots: int) -> bool:
+        """Whether somebody who is not express might find a slot; what else he needs is not looked at."""
+        return self.running < self.r.active - reserved_slots and self.others < self.r.hard_cap
 
     def _capacity(self, item: Item) -> bool:
         """Slots and exclusivity; memory only while others hold it."""
@@ -288,8 +293,9 @@ class _Assembly:
         return self.running == 0 or self._fits(item, 0.0)
 
     def _excluded(self, item: Item) -> bool:
-        """Isolated ones run one at a time, giants prefill so many at a time; whoever sends them."""
-        return (item.alone and self.alone) or (item.serial and self.serial >= self.r.serial_prefills)
+        """Isolated ones run one at a time, whoever sends them; giants prefill so many at a time, and one of BATCH stops none of REALTIME."""
+        serial = self.serial_protected if item.protected else self.serial
+        return (item.alone and self.alone) or (item.serial and serial >= self.r.serial_prefills)
 
     def _express(self, item: Item) -> bool:
         if self.running >= self.r.active or self.express >= self.r.realtime_max_running:
@@ -301,9 +307,7 @@ class _Assembly:
         return free - item.blocks(self.memory.block_size) >= keep * self.memory.total_blocks
 
     def _hard(self, item: Item, reserved_slots: int) -> bool:
-        if self.running >= self.r.active - reserved_slots or self.others >= self.r.hard_cap:
-            return False
-        if self._excluded(item):
+        if not self._place(reserved_slots) or self._excluded(item):
             return False
         if not item.hot and self.memory.use > self.r.pressure_threshold:
             return False
@@ -314,14 +318,17 @@ class _Assembly:
             return False
         if item.hot or not self.running or self.now_ms - item.arrival_ms >= self.r.cold_window_ms:
             return True
-        return self.cold_waiting >= self.r.concurrent
+        return len(self.s.waiting.cold) >= self.r.concurrent
 
     def _alike(self, item: Item) -> bool:
-        lengths = [i.prompt_tokens for i in (*self.s.running.values(), *self.result.admit) if not i.hot]
-        if not lengths:
+        """Of one length class with all the cold prompts that prefill or join now, and within the spread limit of each; a limit of 1 is off."""
+        cold = [i for i in (*self.s.prefilling.values(), *self.result.admit) if not i.hot]
+        if not cold or self.r.spread_limit >= 1.0:
             return True
-        longest = max(item.prompt_tokens, *lengths)
-        return longest - min(item.prompt_tokens, *lengths) <= self.r.spread_limit * longest
+        if any(i.length is not item.length for i in cold):
+            return False
+        lengths = [item.prompt_tokens, *(i.prompt_tokens for i in cold)]
+        return max(lengths) - min(lengths) <= self.r.spread_limit * max(lengths)
 
     # Bookkeeping of the step.
 
@@ -329,8 +336,11 @@ class _Assembly:
         return max(0, self.r.step_tokens - self.shape.tokens - self.owed_decode - self.owed_prefill)
 
     def _room(self, limit_ms: float, item: Item) -> int:
+        tokens = self._tokens_left()
+        if not tokens:
+            return 0
         context = item.computed + self.result.allowance.get(item.request_id, 0)
-        room = min(self._tokens_left(), self.s.model.prefill_room(self.shape, limit_ms, context))
+        room = min(tokens, self.s.model.prefill_room(self.shape, limit_ms, context))
         if item.request_id in self.s.prefilling and not item.express:
             bs = self.memory.block_size
             room = min(room, -context % bs + max(0, self.free) * bs)
@@ -341,14 +351,15 @@ class _Assembly:
         has = self.result.allowance.get(item.request_id, 0)
         tokens = max(0, min(tokens, item.left - has, self._tokens_left()))
         self.result.allowance[item.request_id] = has + tokens
-        if tokens:
-            self.shape.add_prefill(tokens, item.computed + has)
+        if not tokens:
+            return 0
+        self.shape.add_prefill(tokens, item.computed + has)
         if item.request_id in self.s.prefilling:
             bs, context = self.memory.block_size, item.computed + has
             takes = -(-(context + tokens) // bs) - -(-context // bs)
             self.free -= takes
             self.promised -= takes
-        if not item.express:
+        if not item.protected:
             self.rest_tokens += tokens
         return tokens
 
@@ -358,6 +369,7 @@ class _Assembly:
         self.express += item.express
         self.others += not item.express
         self.serial += item.serial
+        self.serial_protected += item.serial and item.protected
         self.alone |= item.alone
         self.free -= item.blocks(self.memory.block_size)
         self.result.admit.append(item)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import mul
 
 KNEES = (16, 256)
+_FIRST, _LAST = KNEES
 N = 5 + len(KNEES)
 FORGET = 0.995
 """About 200 steps of memory, once there are so many: seconds on a GPU, tens of seconds on a CPU."""
@@ -26,6 +28,10 @@ GROWTH = 2
 OUTLIER = 4.0
 """A step that took so many times what was predicted is counted as that much: something else had the machine."""
 RIDGE = 1e-4
+GROWN = 1e12
+"""Before the newest step counts more than so many times the first ones did, all is scaled down."""
+FAINT = 1e-100
+"""What was seen of a feature is dropped when so little of it is left; its weight stays as it is."""
 
 
 @dataclass(slots=True)
@@ -54,7 +60,8 @@ class Shape:
             self.prefill_context / 1000.0,
             float(self.decodes),
             self.kv_tokens / 1000.0,
-            *(float(n - knee) if n > knee else 0.0 for knee in KNEES),
+            float(n - _FIRST) if n > _FIRST else 0.0,
+            float(n - _LAST) if n > _LAST else 0.0,
         ]
 
 
@@ -68,7 +75,10 @@ class StepTimeModel:
     error_ms: float = 0.0
     """Mean absolute error of the predictions, with forgetting."""
     _gram: list[list[float]] = field(default_factory=lambda: [[0.0] * N for _ in range(N)])
+    """Its upper half."""
     _target: list[float] = field(default_factory=lambda: [0.0] * N)
+    _newest: float = 1.0
+    """What the newest step counts in these sums. It grows instead of the old ones fading, so that a step touches only what it holds."""
 
     @property
     def known(self) -> bool:
@@ -78,42 +88,58 @@ class StepTimeModel:
         """A step of this shape took `ms`."""
         if not shape.tokens:
             return
-        predicted = 0.0
+        x, predicted = shape.features(), 0.0
         if self.known:
-            predicted = self.predict(shape)
+            predicted = sum(map(mul, self.weights, x))
             ms = min(ms, OUTLIER * max(predicted, 1.0))
             self.error_ms += (abs(ms - predicted) - self.error_ms) * 0.02
         self.seen += 1
         self.largest_tokens = max(self.largest_tokens, shape.tokens)
         # The very first steps are slow and say little: their weight goes quickly.
-        forget = min(FORGET, 1.0 - 2.0 / (self.seen + 2.0))
+        self._newest /= min(FORGET, 1.0 - 2.0 / (self.seen + 2.0))
+        if self._newest > GROWN:
+            self._fade()
         # A long step counts less: errors are a share of the time, and it is the short steps that a budget is held with.
-        weight = 1.0 / max(ms, predicted / OUTLIER, 1.0)
-        x = shape.features()
-        for i, feature in enumerate(x):
-            row, weighted = self._gram[i], weight * feature
-            for j in range(i, N):
-                row[j] = row[j] * forget + weighted * x[j]
-            self._target[i] = self._target[i] * forget + weighted * ms
+        weight = self._newest / max(ms, predicted / OUTLIER, 1.0)
+        held = [i for i, feature in enumerate(x) if feature]
+        for place, i in enumerate(held):
+            row, weighted = self._gram[i], weight * x[i]
+            for j in held[place:]:
+                row[j] += weighted * x[j]
+            self._target[i] += weighted * ms
         if self.seen <= 32 or self.seen % SOLVE_EVERY == 0:
             self._solve()
+
+    def _fade(self) -> None:
+        """The newest step counts 1 again, and the old ones so much less."""
+        self._target = [value / self._newest for value in self._target]
+        self._gram = [[value / self._newest for value in row] for row in self._gram]
+        self._newest = 1.0
+        # Two numbers that both fade to nothing have no ratio that means anything.
+        for i in range(N):
+            if self._gram[i][i] < FAINT:
+                self._target[i] = 0.0
+                for j in range(N):
+                    self._gram[min(i, j)][max(i, j)] = 0.0
 
     def _solve(self) -> None:
         """Non-negative least squares by coordinate descent, from where the last one ended."""
         w, gram = self.weights, self._gram
+        rows = [
+            (i, own, own * (1.0 + RIDGE), self._target[i], [gram[j][i] for j in range(i)] + gram[i][i:])
+            for i in range(N)
+            if (own := gram[i][i]) > 0.0
+        ]
         for _ in range(SWEEPS):
-            for i in range(N):
-                own = gram[i][i]
-                if own <= 0.0:
-                    continue
-                others = sum((gram[i][j] if j > i else gram[j][i]) * w[j] for j in range(N) if j != i)
-                w[i] = max(0.0, (self._target[i] - others) / (own * (1.0 + RIDGE)))
+            for i, own, divisor, target, row in rows:
+                w[i] = max(0.0, (target - sum(map(mul, row, w)) + own * w[i]) / divisor)
 
     def predict(self, shape: Shape) -> float:
         """Milliseconds."""
         if not self.known:
             return UNKNOWN_MS
-        return sum(w * x for w, x in zip(self.weights, shape.features(), strict=True))
+        ms: float = sum(map(mul, self.weights, shape.features()))
+        return ms
 
     def prefill_room(self, shape: Shape, limit_ms: float, context: int) -> int:
         """Prefill tokens of a request with `context` that may join `shape` within `limit_ms`; may be 0."""
@@ -134,8 +160,11 @@ class StepTimeModel:
         left, n, room = limit_ms - self.predict(shape), shape.tokens, 0
         if left <= 0.0:
             return 0
-        for knee, steeper in zip((*KNEES, 1 << 40), (*self.weights[5:], 0.0), strict=True):
-            span = max(0, knee - n)
+        for knee, steeper in ((_FIRST, self.weights[5]), (_LAST, self.weights[6]), (1 << 40, 0.0)):
+            if n >= knee:
+                slope += steeper
+                continue
+            span = knee - n
             # A chunk's own tokens are context to each other: `more` of them cost first × more + curve × more².
             first = slope + 2.0 * curve * room
             divisor = first + math.sqrt(first * first + 4.0 * curve * left)

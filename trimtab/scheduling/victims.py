@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trimtab.messages import Workload
@@ -11,8 +11,8 @@ from trimtab.scheduling.item import Item
 from trimtab.scheduling.step import express_tokens
 
 if TYPE_CHECKING:
+    from trimtab.scheduling.plan import Memory
     from trimtab.scheduling.planner import Planner
-    from trimtab.scheduling.step import Memory
 
 MOST_AT_ONCE = 4
 """Preempted before one step at most: each costs its tokens again, and most of what waits can wait for one step more."""
@@ -28,21 +28,26 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
     r = s.rules
     if r.preemption is Preemption.NONE:
         return []
-    waiting = _could_start(s, now_ms, ready)
-    if not waiting:
+    slices_last = s.busy_ms < s.no_victim_before_ms and r.preemption is not Preemption.AGGRESSIVE
+    if slices_last and s.no_victim_before_ms == float("inf"):
+        return []
+    could_start = _could_start(s, now_ms, ready)
+    first = next(could_start, None)
+    if first is None:
+        return []
+    if slices_last and len(s.running) >= r.active:
+        s.counters.slices_denied += 1
         return []
     bs = memory.block_size
-    slots = len(waiting) - (r.active - len(s.running))
+    slots = 1 + sum(1 for _ in could_start) - (r.active - len(s.running))
     # Express prompts that run take theirs first, and so does a decode that begins a block.
-    blocks = (
-        waiting[0].blocks(bs) + sum(i.still_takes(bs) for i in s.prefilling.values() if i.express) - memory.free_blocks
-    )
+    blocks = first.blocks(bs) + sum(i.still_takes(bs) for i in s.prefilling.values() if i.express) - memory.free_blocks
     if blocks > -len(s.running):
         blocks += s.growing(bs)
     if slots <= 0 and blocks <= 0:
         return []
-    if s.busy_ms < s.no_victim_before_ms and r.preemption is not Preemption.AGGRESSIVE:
-        s.counters.slices_denied += s.no_victim_before_ms < float("inf")
+    if slices_last:
+        s.counters.slices_denied += 1
         return []
     able: list[Item] = []
     denied, soonest = 0, float("inf")
@@ -62,23 +67,23 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
     able.sort(key=s.computed)
     found = _fewest([(i, -(-s.computed(i) // bs)) for i in able], len(s.running) + 1 - r.active, slots, blocks)
     if not able:
-        # Until the soonest of these; who is admitted later brings his own time.
+        # Until the soonest of these; who is admitted later brings his own time. Infinite where nobody may be preempted any more.
         s.no_victim_before_ms = soonest
     if not found and denied:
         s.counters.slices_denied += 1
     return found
 
 
-def _could_start(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> list[Item]:
+def _could_start(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> Iterator[Item]:
     """Express requests that the next step would begin if they had a slot and blocks."""
-    if not s.waiting.express:
-        return []
     places = s.rules.realtime_max_running - s.express_running
+    if not s.waiting.express or places <= 0:
+        return
     tokens = express_tokens(s, now_ms) - sum(i.left for i in s.prefilling.values() if i.express)
     found: list[Item] = []
     for item in s.waiting.express:
         if len(found) >= places or tokens <= 0:
-            break
+            return
         if item.request_id in s.barred:
             continue
         if item.alone and any(i.alone for i in (*s.running.values(), *found)):
@@ -88,7 +93,7 @@ def _could_start(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> li
         if ready(item):
             found.append(item)
             tokens -= item.left
-    return found
+            yield item
 
 
 def _fewest(able: list[tuple[Item, int]], least: int, slots: int, blocks: int) -> list[Item]:

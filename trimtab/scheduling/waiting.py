@@ -8,6 +8,7 @@ from itertools import islice
 
 from trimtab.messages import Workload
 from trimtab.scheduling.item import Item
+from trimtab.scheduling.lengths import LengthClass
 from trimtab.scheduling.line import Line
 
 LOOK = 16
@@ -19,6 +20,8 @@ class Waiting:
         self.express: Line[Item] = Line()
         self.hot: Line[Item] = Line()
         self.cold: Line[Item] = Line()
+        self.by_length = dict.fromkeys(LengthClass, 0)
+        """How many of each class wait."""
         self._number = 0
         self._lines = (self.express, self.hot, self.cold)
         self._unstarted: list[tuple[float, str]] = []
@@ -39,6 +42,7 @@ class Waiting:
 
     def add(self, item: Item) -> None:
         self._number += 1
+        self.by_length[item.length] += 1
         (self.express if item.express else self.hot if item.hot else self.cold).add(item, self._number)
         if item.workload is Workload.BATCH and not item.started:
             heappush(self._unstarted, (item.arrival_ms, item.request_id))
@@ -47,7 +51,10 @@ class Waiting:
                 self._unstarted = sorted(filter(self._stands, self._unstarted))
 
     def remove(self, request_id: str) -> Item | None:
-        return self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
+        item = self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
+        if item is not None:
+            self.by_length[item.length] -= 1
+        return item
 
     def resort(self) -> None:
         """After orders or classes have changed."""
@@ -58,10 +65,10 @@ class Waiting:
 
     def foremost(self, places: int, able: Callable[[Item], bool]) -> list[Item]:
         """Of those who are `able`, the first of each class, in order: enough to fill `places` and to have a choice."""
-        most = LOOK + places
-        return [
-            row[3] for row in merge(*(islice((r for r in line.rows() if able(r[3])), most) for line in self._lines))
-        ]
+        found: list[tuple[float, float, int, Item]] = []
+        for line in self._lines:
+            found += islice((row for row in line.rows() if able(row[3])), LOOK + places)
+        return [row[3] for row in sorted(found)]
 
     def oldest_unstarted_ms(self) -> float | None:
         """Arrival of the oldest BATCH request that was never scheduled."""

@@ -16,7 +16,7 @@ BUDGET = "prefill.itl_budget_ms"
 OVERTAKE = "priority.max_overtake_ms"
 COMMON: Partial = {"paths.hot_below": 1024}
 """The model's window is 8192: with the default of 4096, which is for 128K windows, no batch prompt would be cold."""
-BUDGETS_MS = (36, 100, 250)
+BUDGETS_MS = (36, 100, 200)
 LONGEST = "prefill.max_step_ms"
 SMALL_STEP = 256
 HOUR_MS = 3_600_000
@@ -93,7 +93,7 @@ ABLATIONS = (
 
 def longest_ms(budget_ms: int) -> int:
     """How long a step may last without realtime, beside this budget: its constant part (some 30 ms on these CPUs) makes short ones dear."""
-    return 8 * budget_ms
+    return 10 * budget_ms
 
 
 def ours(budget_ms: int) -> Arm:

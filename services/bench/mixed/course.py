@@ -15,7 +15,7 @@ from typing import Any
 from services.bench.checkpoint import Checkpoint, new_directory, now
 from services.bench.mixed import figures, goals, picture, simulation, tables, workload
 from services.bench.mixed.arms import BATCH_ALONE, BUDGETS_MS, COMMON, FCFS, REALTIME_ALONE, every, fields
-from services.bench.mixed.block import Block, Engine, drained, measure
+from services.bench.mixed.block import Block, Engine, Timing, drained, measure
 from services.bench.mixed.check import REQUESTS, check
 from services.bench.mixed.engine import real_engine
 from services.bench.mixed.plan import CHECK_S, EXPECTED_RATE, START_S, STEP_TOKENS, Plan
@@ -150,6 +150,9 @@ async def _measure(run: Run, parts: Parts) -> None:
             show.stage("realtime alone, one at a time, for its rate")
             await engine.steer(fields(FCFS))
             found.calibration = await _calibrate(engine, plan.calibration, run.prompt_of("calibration"))
+            if plan.alone is not None:
+                show.stage("realtime alone, as it comes, for its rate")
+                found.calibration |= await _as_it_comes(engine, run, plan.alone, found.calibration["rate_per_s"])
             if plan.budget_s is not None:
                 found.calibration["block_s"] = plan.fitted(plan.budget_s - (time.monotonic() - begun))
             run.checkpoint.add({"kind": "calibration", **now(), **found.calibration})
@@ -208,6 +211,18 @@ async def _calibrate(engine: Engine, count: int, prompt_of: PromptOf) -> dict[st
     await drained(engine)
     mean_s = sum(took_s[CALIBRATION_WARM_UP:]) / count
     return {"mean_e2e_ms": mean_s * 1000.0, "requests": count, "rate_per_s": workload.rate_for(BUSY_SHARE, mean_s)}
+
+
+async def _as_it_comes(engine: Engine, run: Run, timing: Timing, rate_per_s: float) -> dict[str, Any]:
+    """The same from a block of arrivals at this rate; nothing where none of them was counted."""
+    seed = f"{run.seed}/alone"
+    arrivals = workload.arrivals(seed, rate_per_s, timing.block_s + timing.tail_s)
+    block = await measure(engine, REALTIME_ALONE, -2, timing, arrivals, iter(()), run.prompt_of("alone"))
+    if not block.realtime:
+        return {}
+    mean_ms = sum(r.e2e_ms for r in block.realtime) / len(block.realtime)
+    found = {"mean_e2e_ms": mean_ms, "requests": len(block.realtime)}
+    return {**found, "rate_per_s": workload.rate_for(BUSY_SHARE, mean_ms / 1000.0)}
 
 
 def _between(bounds: tuple[int, int], at: float) -> int:

@@ -34,6 +34,8 @@ class Plan:
     rounds: int | None = None
     realtime_per_arm: int = REALTIME_PER_ARM
     calibration: int = 20
+    alone: Timing | None = None
+    """A block of realtime alone that corrects the rate: requests that come as they come are slower than one at a time."""
     capacity: Timing | None = None
     check: bool = True
     quick: bool = False
@@ -62,6 +64,7 @@ class Plan:
             _timing(options.block_s or 120.0, 90.0),
             options.rounds,
             options.realtime_per_arm or REALTIME_PER_ARM,
+            alone=Timing(5.0, 65.0, 20.0),
             capacity=Timing(90.0, 180.0, 0.0),
         )
 
@@ -99,7 +102,7 @@ class Plan:
         return self.timing.block_s + min(self.timing.tail_s, 10.0) + DRAIN_S
 
     def calibration_s(self) -> float:
-        return 1.0 * self.calibration
+        return 1.0 * self.calibration + (self.alone.block_s + DRAIN_S if self.alone else 0.0)
 
     def capacity_s(self) -> float:
         return self.capacity.block_s + DRAIN_S if self.capacity else 0.0

@@ -118,7 +118,9 @@ class VllmEngine:
                 "install a tested one, or start with --allow-untested-vllm after running tests/vllm"
             )
         if self._compiled and not (_has_gpu() or _has_compiler()):
-            raise EngineDead("compiling the model for a CPU needs a C++ compiler; install g++, or start without --compiled")
+            raise EngineDead(
+                "compiling the model for a CPU needs a C++ compiler; install g++, or start without --compiled"
+            )
         args = AsyncEngineArgs(
             model=self._path,
             scheduler_cls="services.worker.engines.vllm_scheduler.scheduler",
