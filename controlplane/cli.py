@@ -1,4 +1,5 @@
-"""The verbs that talk to the control plane: `trimtab policy get|set|preset|history` and `trimtab fleet`; `cli_requests.py` has more.
+"""The verbs that talk to the control plane: `trimtab policy get|set|preset|history` and `trimtab fleet`; `cli_history.py` and
+`cli_requests.py` have more.
 
 Everything that takes long to import is imported in the verb that needs it, so that `--help` answers at once.
 """
@@ -54,7 +55,7 @@ def get(name: str | None, node: str, control: str | None, as_json: bool) -> None
     """Show the policy, or one FIELD of it: its value, and where that comes from."""
     from controlplane import render
 
-    fields = [_field(name)] if name else list(FIELDS.values())
+    fields = [field_of(name)] if name else list(FIELDS.values())
     answer = ask(control, as_json, lambda client: client.get_policy(node))
     try:
         if as_json:
@@ -120,7 +121,7 @@ def set_(
         echo_json(render.set_json(answer, dry_run=dry_run))
     else:
         click.echo(render.set_text(answer, dry_run=dry_run, waited=wait_ms > 0))
-    _end_partial(answer)
+    end_partial(answer)
 
 
 @policy.command("preset")
@@ -155,7 +156,7 @@ def preset(name: str, itl_budget_ms: int | None, dry_run: bool, control: str | N
             f"  {BUDGET} is left alone; set it by --itl-budget-ms N,\n"
             f"  {BUDGET_TOKENS} times the milliseconds from token to token of one stream alone"
         )
-    _end_partial(answer)
+    end_partial(answer)
 
 
 @policy.command("history")
@@ -187,7 +188,7 @@ def fleet(control: str | None, as_json: bool) -> None:
         click.echo(render_fleet.fleet_text(answer))
 
 
-def _end_partial(answer: Any) -> None:
+def end_partial(answer: Any) -> None:
     """With its exit code, where some worker has not applied what was written."""
     from controlplane import render
 
@@ -206,7 +207,8 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def _field(name: str) -> Field:
+def field_of(name: str) -> Field:
+    """The field of that name; a usage error that names the nearest one."""
     try:
         return field(name)
     except PolicyRefused as e:

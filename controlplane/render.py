@@ -100,6 +100,11 @@ def _source(path: str, answer: Any) -> str:
     return f"{source}; inactive: beyond the window" if path in answer.inactive else source
 
 
+def field_text(f: Field, answer: Any) -> str:
+    """One field's value with its unit, and where it comes from."""
+    return f"{_with_unit(f, decode_partial(answer.effective).get(f.path))} ({_source(f.path, answer)})"
+
+
 def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:
     """Values have their JSON types; None is one that the control plane does not know. Bounds and choices where there are any."""
     values = decode_partial(answer.effective)
@@ -137,7 +142,7 @@ def _worth(field: str, said: str) -> str:
     return said or NOTHING
 
 
-def _typed(field: str, said: str) -> Value | None:
+def typed(field: str, said: str) -> Value | None:
     """None where the field is not set; the text itself where this build can't read it, as in the history of another."""
     if said == UNSET:
         return None
@@ -152,7 +157,7 @@ def changes_text(changes: Iterable[Any]) -> list[str]:
 
 
 def changes_json(changes: Iterable[Any]) -> list[dict[str, Any]]:
-    return [{"field": c.field, "before": _typed(c.field, c.before), "after": _typed(c.field, c.after)} for c in changes]
+    return [{"field": c.field, "before": typed(c.field, c.before), "after": typed(c.field, c.after)} for c in changes]
 
 
 def answer_of(node: Any, identity: Any) -> str:

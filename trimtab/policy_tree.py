@@ -202,7 +202,7 @@ class ClustersPart:
 
     spread_limit: float = fraction(
         0.3, low=0.0, high=1.0, schema=30, unit="of the longest",
-        doc="unprotected requests run together whose prompt lengths differ by so much at most, where there is a choice; 1 is off",
+        doc="cold prompts prefill together whose lengths differ by so much at most, where there is a choice; 1 is off",
     )  # fmt: skip
 
 

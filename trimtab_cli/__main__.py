@@ -27,7 +27,7 @@ VERBS = {
     "generate": Verb("services.cli", "generate", "Complete a prompt."),
     "trace": Verb("services.cli", "trace", "Show where a request's or a policy change's time went."),
     "bench": Verb("services.bench.cli", "bench", "Measure what the mesh costs on this machine."),
-    "policy": Verb("controlplane.cli", "policy", "Read and change the policy that steers the engines."),
+    "policy": Verb("controlplane.cli_history", "policy", "Read and change the policy that steers the engines."),
     "requests": Verb("controlplane.cli_requests", "requests", "Move, isolate or release requests that wait or run."),
     "fleet": Verb("controlplane.cli", "fleet", "Show the mesh's nodes, their load and their policy."),
     "config": Verb("trimtab_cli.config", "config", "Check and show settings."),

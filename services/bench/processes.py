@@ -46,6 +46,7 @@ class Child:
         self.log = log
         self.process: asyncio.subprocess.Process
         self._family: dict[int, psutil.Process] = {}
+        self._spent_s: dict[int, float] = {}
 
     @property
     def alive(self) -> bool:
@@ -57,7 +58,9 @@ class Child:
             for p in psutil.Process(self.process.pid).children(recursive=True):
                 self._family.setdefault(p.pid, p)
         own = _cpu_s(psutil.Process(self.process.pid)) if self.alive else 0.0
-        return own, sum(_cpu_s(p) for p in self._family.values())
+        for pid, p in self._family.items():
+            self._spent_s[pid] = max(self._spent_s.get(pid, 0.0), _cpu_s(p))
+        return own, sum(self._spent_s.values())
 
     def tail(self, lines: int = 12) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

@@ -144,11 +144,11 @@ async def test_when_time_runs_out_the_rest_is_left_out(tmp_path: Path, monkeypat
         if number == 3:
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(plans, "QUICK_BUDGET_S", 5.0)
+    monkeypatch.setattr(plans, "QUICK_BUDGET_S", 2.5)
     report = await course.run(options(tmp_path, quick=True, arms=(), rounds=None), FakeParts(on_steer).parts())
     assert report.whole
     assert len(report.arms) == 1
-    assert any(n.startswith("time ran out after 5 s") for n in report.notes)
+    assert any(n.startswith("time ran out after 2.5 s") for n in report.notes)
 
 
 async def test_a_failure_in_the_middle_says_where_the_rest_is_kept(tmp_path: Path) -> None:

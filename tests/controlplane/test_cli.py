@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import click
 import pytest
-import structlog
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from controlplane import render
 from controlplane.admin.client import AdminClient
-from controlplane.cli import fleet, policy
-from tests.controlplane.mesh import FakeNode, Mesh, a_mesh
+from tests.controlplane.mesh import FakeNode
+from tests.controlplane.shell import ROOT, Shell
 from trimtab.kit.process import free_port
 from trimtab.policy import FIELDS
 from trimtab.snapshot import Limits
-
-ROOT = click.Group(commands={"policy": policy, "fleet": fleet})
-
-
-@dataclass
-class Shell:
-    """Types verbs at a mesh. A verb runs an event loop of its own, so it runs in a thread."""
-
-    mesh: Mesh
-
-    async def __call__(self, *words: str) -> Result:
-        return await asyncio.to_thread(CliRunner().invoke, ROOT, [*words, "--control", self.mesh.address])
-
-    async def json(self, *words: str) -> Any:
-        result = await self(*words, "--json")
-        return json.loads(result.stdout)
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """The control plane of these tests shares stdout with the verbs; its log must not be taken for their answer."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-async def shell(quiet: None) -> AsyncIterator[Shell]:
-    async with a_mesh() as mesh:
-        await mesh.start_node(FakeNode(mesh.address)).holds(1, 1)
-        yield Shell(mesh)
-
 
 SET_ALL_KINDS = (
     *("batch.active=8", "preemption.mode=none", "memory.pressure_threshold=0.9", "isolate.tenants=acme, globex"),

@@ -321,8 +321,9 @@ class _Assembly:
         return len(self.s.waiting.cold) >= self.r.concurrent
 
     def _alike(self, item: Item) -> bool:
-        """Of one length class with all the cold prompts that prefill or join now, and within the spread limit of each; a limit of 1 is off."""
-        cold = [i for i in (*self.s.prefilling.values(), *self.result.admit) if not i.hot]
+        """Of one length class with all the cold prompts that it shares with, and within the spread limit of each; a limit of 1 is off."""
+        prefill = (*self.s.prefilling.values(), *self.result.admit)
+        cold = [i for i in prefill if not i.hot and i.protected is item.protected]
         if not cold or self.r.spread_limit >= 1.0:
             return True
         if any(i.length is not item.length for i in cold):

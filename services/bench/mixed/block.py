@@ -193,8 +193,9 @@ async def measure(
         realtime=tuple(_request(one, stopped_s) for one in counted),
         busy_share=_busy(sources.sent, timing, stopped_s),
         batch_ended=sum(_within(one.ended_s, timing) for one in sources.sent if one.workload is Workload.BATCH),
-        # The engine tells its greatest since it started: where that grew it is of this block, else the requests' own queueing says.
-        max_overtake_ms=now_overtaken if now_overtaken > overtaken else overtake_ms(sources.sent),
+        # The engine tells its greatest since it started: where that grew it is of this block. Else it is a bound for what the requests' own
+        # queueing says, by which who begins in one step with another seems to begin before or after it.
+        max_overtake_ms=now_overtaken if now_overtaken > overtaken else min(now_overtaken, overtake_ms(sources.sent)),
         counters={name: meter.grown(name) for name in COUNTERS},
         slices_tokens_per_s=meter.slices(),
         late_ms=max(((one.sent_s - one.due_s) * 1000.0 for one in counted), default=0.0),
