@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="with fetch: compare every file's sha256, not only sizes")
     parser.add_argument("--yes", action="store_true", help="with remove: do not ask")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)  # so that a half-made model is cleaned up then, too
+    before = signal.signal(signal.SIGTERM, _stop)  # so that a half-made model is cleaned up then, too
     try:
         return run(args)
     except model.ModelError as error:
@@ -116,3 +116,5 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("model: interrupted; nothing half-made is left, run it again", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
