@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import structlog
 from click.testing import CliRunner, Result
 
 from controlplane import cli_requests
@@ -42,14 +41,6 @@ class Shell:
     @property
     def commands(self) -> tuple[control_pb2.Command, ...]:
         return self.worker.commands.value
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """The control plane of these tests shares stdout with the verbs; its log must not be taken for their answer."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
