@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-policy-latency clean clean-cache
+.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-push bench-soak bench-policy-latency clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
@@ -61,6 +61,12 @@ bench-scheduler: setup ## what scheduling costs per engine step, without a model
 
 bench-long-prompt: setup ## what one long prompt does to streams that decode beside it
 	@$(BIN)/trimtab bench long-prompt $(ARGS)
+
+bench-push: setup ## from a policy's put to its holding in up to a thousand nodes
+	@$(BIN)/trimtab bench push $(ARGS)
+
+bench-soak: setup ## ten minutes of ten puts a second to 200 nodes: what every process's memory does
+	@$(BIN)/trimtab bench soak $(ARGS)
 
 bench-policy-latency: setup ## how long an engine takes to acknowledge a policy
 	@$(BIN)/trimtab bench policy-latency $(ARGS)

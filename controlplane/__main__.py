@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,18 +24,26 @@ def main(config: str | None, **flags: Any) -> None:
     """Run one replica of the control plane: it keeps the policy, pushes it to nodes, and answers `trimtab policy` and `trimtab fleet`."""
     import uvloop
 
+    from controlplane.access import AccessFault
+    from controlplane.gatekeeper import AccessFile
     from controlplane.store import open_store
     from trimtab.kit.rpc import PortTaken
 
     try:
         settings = load(ControlSettings, "control", flags=flags, file=find_file(config))
-        store = open_store(settings.redis, settings.mesh)
+        store = open_store(
+            settings.redis, settings.mesh, replicas=settings.store_replicas, wait_ms=settings.store_wait_ms
+        )
     except ConfigError as e:
         sys.exit(_usage(e.faults))
     except ValueError as e:
         sys.exit(_usage([f"redis: {e}"]))
     try:
-        uvloop.run(serve(settings, store))
+        access = AccessFile(Path(settings.access) if settings.access else None)
+    except AccessFault as e:
+        sys.exit(_usage([f"access: {e}"]))
+    try:
+        uvloop.run(serve(settings, store, access))
     except PortTaken as e:
         sys.exit(_usage([str(e)]))
 
@@ -45,15 +54,16 @@ def _usage(faults: list[str]) -> int:
     return 2
 
 
-async def serve(settings: ControlSettings, store: Any) -> None:
+async def serve(settings: ControlSettings, store: Any, access: Any) -> None:
     """Until SIGTERM or SIGINT."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     from controlplane.metrics import ControlMetrics
     from controlplane.server import ControlPlane
     from trimtab.kit.process import die_with_parent, state_dir
-    from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken
+    from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken, use_tls
     from trimtab.kit.telemetry import setup_logging, setup_tracing
+    from trimtab.kit.tls import tls_of, warn_plain
 
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid, signal.SIGTERM)
@@ -62,8 +72,22 @@ async def serve(settings: ControlSettings, store: Any) -> None:
     stopping = asyncio.Event()
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
+    tls = tls_of(settings, settings.mesh)
+    use_tls(tls)
+    warn_plain((settings.listen,), tls)
     metrics = ControlMetrics(CollectorRegistry())
-    plane = ControlPlane(store, settings.listen, metrics, forget_s=settings.forget_s)
+    plane = ControlPlane(
+        store,
+        settings.listen,
+        metrics,
+        forget_s=settings.forget_s,
+        lease_s=settings.lease_s,
+        replica_id=settings.replica_id,
+        advertise=settings.advertise,
+        mesh=settings.mesh,
+        tls=tls,
+        access=access,
+    )
     host, port = settings.metrics.rsplit(":", 1)
     try:
         httpd, _ = start_http_server(int(port), host, metrics.registry)

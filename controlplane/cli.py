@@ -6,6 +6,7 @@ Everything that takes long to import is imported in the verb that needs it, so t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,12 +17,16 @@ from trimtab.errors import PolicyRefused, TrimtabError
 from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
 from trimtab.policy import FIELDS, Field, Kind, field
 from trimtab.presets import BUDGET, BUDGET_TOKENS, small
+from trimtab.snapshot import Scope, parse_scope
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
+TOKEN = "TRIMTAB_TOKEN"
+"""Says who calls, where no certificate does."""
 PRESET_WAIT_MS = 3000
 """For the workers' answers, as `policy set` waits by default."""
 
@@ -30,15 +35,41 @@ def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaita
     """One call to the control plane; its failure ends the process."""
     from controlplane.admin.client import AdminClient
     from trimtab.kit.run_file import control_address
+    from trimtab.kit.tls import CertificateError
 
     async def asking() -> T:
-        async with AdminClient(control_address(control)) as client:
+        async with AdminClient(control_address(control), token=os.environ.get(TOKEN, "")) as client:
             return await call(client)
 
     try:
         return run(asking())
     except TrimtabError as e:
         fail(e, as_json)
+    except CertificateError as e:
+        raise click.UsageError(str(e)) from e
+
+
+def wait_option(function: F) -> F:
+    return click.option(
+        "--wait",
+        "wait_ms",
+        type=click.IntRange(0, 60_000),
+        default=PRESET_WAIT_MS,
+        show_default=True,
+        metavar="MS",
+        help="Wait so long for the workers' answers.",
+    )(function)
+
+
+def tell(answer: Any, *, dry_run: bool, waited: bool, as_json: bool) -> None:
+    """What a write came to; ends the process with its code where not all workers applied it."""
+    from controlplane import render
+
+    if as_json:
+        echo_json(render.set_json(answer, dry_run=dry_run))
+    else:
+        click.echo(render.set_text(answer, dry_run=dry_run, waited=waited))
+    end_partial(answer)
 
 
 @click.group()
@@ -74,16 +105,11 @@ def get(name: str | None, node: str, control: str | None, as_json: bool) -> None
 @click.option(
     "--expect-version", type=click.IntRange(min=0), metavar="N", help="Refuse if the policy has moved on since."
 )
-@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
 @click.option(
-    "--wait",
-    "wait_ms",
-    type=click.IntRange(0, 60_000),
-    default=3000,
-    show_default=True,
-    metavar="MS",
-    help="Wait so long for the workers' answers.",
+    "--for", "whom", default="", metavar="SCOPE", help="pool/NAME, label/KEY=VALUE or node/ID. [default: everyone]"
 )
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@wait_option
 @control_option
 @json_option
 def set_(
@@ -91,20 +117,21 @@ def set_(
     reason: str,
     author: str | None,
     expect_version: int | None,
+    whom: str,
     dry_run: bool,
     wait_ms: int,
     control: str | None,
     as_json: bool,
 ) -> None:
-    """Change fields, now, on every running engine. The VALUE `default` takes a field out of the spec; a list of names has commas
-    between them, and nothing after the sign empties it.
+    """Change fields, now, on every running engine, or on those of a pool, a label or one node (--for). The VALUE `default` takes a
+    field out of the spec; a list of names has commas between them, and nothing after the sign empties it.
 
     Exit codes: 0 every connected worker applied it, 4 refused or in conflict (nothing changed), 5 some worker refused it or has not
     answered within --wait.
     """
-    from controlplane import render
 
     fields = _assigned(assignments)
+    scope = scope_of(whom)
     answer = ask(
         control,
         as_json,
@@ -115,13 +142,10 @@ def set_(
             expect_version=expect_version,
             dry_run=dry_run,
             wait_ms=wait_ms,
+            scope=scope,
         ),
     )
-    if as_json:
-        echo_json(render.set_json(answer, dry_run=dry_run))
-    else:
-        click.echo(render.set_text(answer, dry_run=dry_run, waited=wait_ms > 0))
-    end_partial(answer)
+    tell(answer, dry_run=dry_run, waited=wait_ms > 0, as_json=as_json)
 
 
 @policy.command("preset")
@@ -161,13 +185,14 @@ def preset(name: str, itl_budget_ms: int | None, dry_run: bool, control: str | N
 
 @policy.command("history")
 @click.option("-n", "limit", type=click.IntRange(1, 1024), default=20, show_default=True, metavar="N", help="Newest N.")
+@click.option("--controllers", is_flag=True, help="All writes, controllers' too, without refused attempts.")
 @control_option
 @json_option
-def history(limit: int, control: str | None, as_json: bool) -> None:
-    """Show who changed what and why, newest first, refused attempts included."""
+def history(limit: int, controllers: bool, control: str | None, as_json: bool) -> None:
+    """Show who changed what and why, newest first: people and re-seedings, with refused attempts."""
     from controlplane import render
 
-    answer = ask(control, as_json, lambda client: client.history(limit))
+    answer = ask(control, as_json, lambda client: client.history(limit, controllers=controllers))
     if as_json:
         echo_json(render.history_json(answer.entries))
     else:
@@ -213,6 +238,14 @@ def field_of(name: str) -> Field:
         return field(name)
     except PolicyRefused as e:
         raise click.UsageError(e.message) from e
+
+
+def scope_of(said: str) -> Scope:
+    """What --for names; a usage error where it is no scope."""
+    try:
+        return parse_scope(said)
+    except PolicyRefused as e:
+        raise click.BadParameter(e.message, param_hint="--for") from e
 
 
 def _assigned(assignments: tuple[str, ...]) -> dict[str, str]:

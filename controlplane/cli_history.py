@@ -1,4 +1,4 @@
-"""The verbs that look back: `trimtab policy show|diff|rollback|explain`. They read the log of changes; a rollback is an ordinary change.
+"""The verbs over whole specs and over the past: `trimtab policy show|diff|apply|rollback|pin|unpin|explain|schema`.
 
 They join the group `policy` of `cli.py`; the command takes the group from here, so that it has all of them.
 """
@@ -10,50 +10,51 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane import history as past
-from controlplane.cli import PRESET_WAIT_MS, ask, end_partial, field_of, policy, user
-from trimtab.kit.cli import control_option, echo_json, json_option
+from controlplane.cli import PRESET_WAIT_MS, ask, field_of, policy, tell, user, wait_option
+from trimtab.errors import TrimtabError
+from trimtab.kit.cli import control_option, echo_json, fail, json_option
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
 
 LOG = 1024
-"""Entries; all that the store keeps."""
+"""Entries; all that the store keeps of people's writes."""
 
 
-async def _looked_back(client: AdminClient, said: str) -> tuple[Any, int, list[past.Net], dict[str, str]]:
-    """The policy now, the revision that was meant, what changed since, and the fields that are set now."""
-    from controlplane.spec import shown
-    from trimtab.codec import decode_document
-
+async def _at(client: AdminClient, said: str | None) -> tuple[Any, Any]:
+    """The policy now, and the revision that was meant; the newest where none was."""
     now = await client.get_policy()
     newest = now.snapshot.identity
-    wanted = past.revision(said, newest.epoch, newest.revision)
-    entries = (await client.history(LOG)).entries
-    since = past.net(entries, newest.epoch, wanted, newest.revision)
-    base = decode_document(now.snapshot.document).base
-    return now, wanted, since, {path: shown(value) for path, value in base.items()}
+    place = past.revision(said, newest.epoch, newest.revision) if said else (newest.epoch, newest.revision)
+    return now, await client.revision(*place)
+
+
+def _spec(answer: Any) -> Any:
+    from controlplane.admin.encode import decode_spec
+
+    return decode_spec(answer.spec, author="", reason="")
 
 
 @policy.command("show")
-@click.argument("revision", metavar="REVISION")
+@click.argument("revision", metavar="[REVISION]", required=False)
+@click.option("--yaml", "as_yaml", is_flag=True, help="As a file that `policy apply -f` takes.")
 @control_option
 @json_option
-def show(revision: str, control: str | None, as_json: bool) -> None:
-    """Show the fields that people had set at a REVISION of the history, such as 12."""
-    from controlplane import render
+def show(revision: str | None, as_yaml: bool, control: str | None, as_json: bool) -> None:
+    """Show what people have set, now or at a REVISION of the history, such as 12: the base, overlays and pins."""
+    from controlplane import render_spec, spec_file
+    from trimtab.snapshot import Document, Overlay
 
-    async def look(client: AdminClient) -> tuple[Any, int, dict[str, str]]:
-        now, wanted, since, base = await _looked_back(client, revision)
-        return now, wanted, past.as_of(base, since)
-
-    now, wanted, fields = ask(control, as_json, look)
-    epoch = now.snapshot.identity.epoch
+    now, found = ask(control, as_json, lambda client: _at(client, revision))
     if as_json:
-        values = {path: render.typed(path, said) for path, said in sorted(fields.items())}
-        echo_json({"epoch": epoch, "revision": wanted, "fields": values})
+        echo_json(render_spec.spec_json(found, now.spec_version))
+    elif as_yaml:
+        spec = _spec(found)
+        overlays = tuple(Overlay(str(scope), scope, partial) for scope, partial in spec.overlays.items())
+        document = Document(spec.base, overlays, pins=spec.pins)
+        click.echo(spec_file.write(document, now.spec_version if revision is None else None), nl=False)
     else:
-        lines = [f"policy {epoch}.{wanted}: {len(fields)} fields set, all others as the guides say"]
-        click.echo("\n".join([*lines, *(f"  {path}={said}" for path, said in sorted(fields.items()))]))
+        click.echo(render_spec.spec_text(found))
 
 
 @policy.command("diff")
@@ -64,23 +65,79 @@ def show(revision: str, control: str | None, as_json: bool) -> None:
 def diff(first: str, last: str | None, control: str | None, as_json: bool) -> None:
     """Show what differs between two revisions of the history; TO is the newest one where it is left out."""
     from controlplane import render
+    from controlplane.admin.encode import encode_changes
 
-    async def look(client: AdminClient) -> tuple[int, int, int, list[past.Net]]:
-        newest = (await client.get_policy()).snapshot.identity
-        a = past.revision(first, newest.epoch, newest.revision)
-        b = past.revision(last, newest.epoch, newest.revision) if last else newest.revision
-        entries = (await client.history(LOG)).entries
-        found = past.net(entries, newest.epoch, min(a, b), max(a, b))
-        turned = [past.Net(n.field, n.after, n.before) for n in found]
-        return newest.epoch, a, b, found if a <= b else turned
+    async def look(client: AdminClient) -> tuple[Any, Any]:
+        return (await _at(client, first))[1], (await _at(client, last))[1]
 
-    epoch, a, b, found = ask(control, as_json, look)
+    a, b = ask(control, as_json, look)
+    changes = encode_changes(past.between(_spec(a), _spec(b)))
     if as_json:
-        echo_json({"epoch": epoch, "from": a, "to": b, "changes": render.changes_json(found)})
+        places = {"from": render.identity_json(a.entry.identity), "to": render.identity_json(b.entry.identity)}
+        echo_json({**places, "changes": render.changes_json(changes)})
     else:
-        head = f"policy {epoch}.{a} → {epoch}.{b}"
-        said = [f"  {c}" for c in render.changes_text(found)] or ["  nothing differs"]
+        head = f"policy {render.place(a.entry.identity)} → {render.place(b.entry.identity)}"
+        said = [f"  {c}" for c in render.changes_text(changes)] or ["  nothing differs"]
         click.echo("\n".join([head, *said]))
+
+
+@policy.command("apply")
+@click.option(
+    "-f", "--file", "file", type=click.File(encoding="utf-8"), required=True, metavar="FILE", help="- is stdin."
+)
+@click.option("--reason", default="", metavar="TEXT", help="Why; the history shows it.")
+@click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
+@click.option("--expect-version", type=click.IntRange(min=0), metavar="N", help="Over what the file says.")
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@wait_option
+@control_option
+@json_option
+def apply(
+    file: Any,
+    reason: str,
+    author: str | None,
+    expect_version: int | None,
+    dry_run: bool,
+    wait_ms: int,
+    control: str | None,
+    as_json: bool,
+) -> None:
+    """Make the policy what a YAML file says, as one change: its fields, its overlays for pools, labels and nodes, and its pins. What it
+    does not say goes back to the default. `policy show --yaml` writes such a file; `policy schema` prints its JSON schema.
+
+    Exit codes are those of `policy set`.
+    """
+    from controlplane import spec_file
+    from controlplane.admin.encode import encode_spec
+
+    try:
+        said = spec_file.read(file.read(spec_file.MAX_FILE_BYTES + 1))
+    except TrimtabError as e:
+        fail(e, as_json)
+    except UnicodeDecodeError as e:
+        raise click.BadParameter(f"{file.name} is not UTF-8: {e}", param_hint="--file") from e
+    expected = said.expect_version if expect_version is None else expect_version
+    answer = ask(
+        control,
+        as_json,
+        lambda client: client.apply_policy(
+            encode_spec(said.spec),
+            author=author or user(),
+            reason=reason,
+            expect_version=expected,
+            dry_run=dry_run,
+            wait_ms=wait_ms,
+        ),
+    )
+    tell(answer, dry_run=dry_run, waited=wait_ms > 0, as_json=as_json)
+
+
+@policy.command("schema")
+def schema() -> None:
+    """Print the JSON schema of the files that `policy apply -f` takes."""
+    from controlplane import spec_file
+
+    echo_json(spec_file.schema())
 
 
 @policy.command("rollback")
@@ -91,20 +148,18 @@ def diff(first: str, last: str | None, control: str | None, as_json: bool) -> No
 @control_option
 @json_option
 def rollback(revision: str, reason: str, author: str | None, dry_run: bool, control: str | None, as_json: bool) -> None:
-    """Set every field back to what it was at REVISION, as a new revision. Refused where somebody changes the policy meanwhile.
+    """Make what people have set what it was at REVISION, as a new revision: fields, overlays and pins. Controllers' adjustments stay.
+    Refused where somebody changes the policy meanwhile.
 
     Exit codes are those of `policy set`.
     """
-    from controlplane import render
 
     async def write(client: AdminClient) -> Any:
-        now, wanted, since, _ = await _looked_back(client, revision)
-        if not since:
-            return now, None
-        identity = now.snapshot.identity
-        why = f"rollback to {identity.epoch}.{wanted}" + (f": {reason}" if reason else "")
-        return now, await client.set_policy(
-            {n.field: n.before for n in since},
+        now, found = await _at(client, revision)
+        identity = found.entry.identity
+        why = f"rollback to {identity.epoch}.{identity.revision}" + (f": {reason}" if reason else "")
+        return await client.apply_policy(
+            found.spec,
             author=author or user(),
             reason=why,
             expect_version=now.spec_version,
@@ -112,19 +167,52 @@ def rollback(revision: str, reason: str, author: str | None, dry_run: bool, cont
             wait_ms=PRESET_WAIT_MS,
         )
 
-    now, answer = ask(control, as_json, write)
-    if answer is None:
-        same = f"nothing to change: policy {render.place(now.snapshot.identity)} says what {revision} said"
-        if as_json:
-            echo_json({"written": False, "dry_run": dry_run, "changes": [], "nodes": []})
-        else:
-            click.echo(same)
-        return
-    if as_json:
-        echo_json(render.set_json(answer, dry_run=dry_run))
-    else:
-        click.echo(render.set_text(answer, dry_run=dry_run, waited=True))
-    end_partial(answer)
+    answer = ask(control, as_json, write)
+    tell(answer, dry_run=dry_run, waited=True, as_json=as_json)
+
+
+def _pin(
+    fields: tuple[str, ...],
+    pinned: bool,
+    reason: str,
+    author: str | None,
+    dry_run: bool,
+    control: str | None,
+    as_json: bool,
+) -> None:
+    paths = [field_of(name).path for name in fields]
+    answer = ask(
+        control,
+        as_json,
+        lambda client: client.pin_policy(
+            paths, pinned, author=author or user(), reason=reason, dry_run=dry_run, wait_ms=PRESET_WAIT_MS
+        ),
+    )
+    tell(answer, dry_run=dry_run, waited=True, as_json=as_json)
+
+
+@policy.command("pin")
+@click.argument("fields", metavar="FIELD...", nargs=-1, required=True)
+@click.option("--reason", default="", metavar="TEXT", help="Why; the history shows it.")
+@click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@control_option
+@json_option
+def pin(**options: Any) -> None:
+    """Keep controllers off fields: their adjustments of them are dropped, and new ones do nothing until `policy unpin`."""
+    _pin(pinned=True, **options)
+
+
+@policy.command("unpin")
+@click.argument("fields", metavar="FIELD...", nargs=-1, required=True)
+@click.option("--reason", default="", metavar="TEXT", help="Why; the history shows it.")
+@click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
+@click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
+@control_option
+@json_option
+def unpin(**options: Any) -> None:
+    """Let controllers move fields again."""
+    _pin(pinned=False, **options)
 
 
 @policy.command("explain")
@@ -144,7 +232,9 @@ def explain(name: str, control: str | None, as_json: bool) -> None:
         nodes = [decode_hello(n.hello) for n in (await client.fleet()).nodes if n.connected]
         workers = [hello.node.node_id for hello in nodes if hello.role is Role.WORKER]
         each = {node_id: await client.get_policy(node_id) for node_id in workers}
-        entries = (await client.history(LOG)).entries
+        entries = [*(await client.history(LOG)).entries]
+        entries += [e for e in (await client.history(LOG, controllers=True)).entries if render.by_controller(e)]
+        entries.sort(key=lambda e: e.written_unix_ms, reverse=True)
         # A refused attempt says what was tried in words, each field by its name.
         return now, each, [e for e in entries if _concerns(e, asked.path)]
 

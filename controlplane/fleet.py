@@ -2,13 +2,14 @@
 
 A node is (node id, incarnation), not an address. Each stream gets a session number when it joins; a newer session of the same node id
 replaces the older one, whose late messages then change nothing. `now` is in seconds of one monotonic clock and comes with every call;
-there is no I/O here. The view for gateways holds connected workers that have reported; its version rises only when its content changes.
+there is no I/O here. Other replicas tell who is connected to them; a node that is connected here is here, whatever they say. The view for
+gateways holds connected workers that have reported, wherever they are; its version rises only when its content changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trimtab.messages import Hello, NodeState, Report, Role
@@ -31,7 +32,8 @@ class Refusal:
 class Member:
     """One node. `applied` is `Identity()` while it runs by its built-in defaults; `refusal` is of the newest push, or None.
 
-    `lost_at` is None while connected.
+    `lost_at` is None while connected. `replica` is the one that it is connected to, empty for this one; of a node elsewhere only what gateways
+    and writers need is known here: who it is, since when, and its state.
     """
 
     hello: Hello
@@ -43,6 +45,7 @@ class Member:
     applied: Identity = NONE
     apply_ms: float = 0.0
     refusal: Refusal | None = None
+    replica: str = ""
 
     @property
     def node_id(self) -> str:
@@ -83,6 +86,8 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._nodes: dict[int, str] = {}
         self._sessions = 0
+        self._elsewhere: dict[str, dict[str, Member]] = {}
+        self._version = first_version
         self._view = View(first_version, ())
 
     def joined(self, hello: Hello, now: float) -> tuple[int, int | None]:
@@ -154,17 +159,52 @@ class Fleet:
         return self._members.get(node_id) if node_id is not None else None
 
     def member(self, node_id: str) -> Member | None:
-        return self._members.get(node_id)
+        """Wherever it is connected; a lost one of this replica when it is nowhere."""
+        here = self._members.get(node_id)
+        if here is not None and here.connected:
+            return here
+        there = [members[node_id] for members in self._elsewhere.values() if node_id in members]
+        return max(there, key=lambda m: m.joined_at, default=here)
+
+    def told(self, replica: str, members: Iterable[Member]) -> None:
+        """Who is connected to another replica, all of them, as it says; none once it is gone."""
+        now = {m.node_id: m for m in members}
+        before = self._elsewhere.get(replica, {})
+        if now:
+            self._elsewhere[replica] = now
+        else:
+            self._elsewhere.pop(replica, None)
+        if {k: _seen(m) for k, m in before.items()} != {k: _seen(m) for k, m in now.items()}:
+            self._version += 1
+
+    def local(self) -> list[Member]:
+        """Those of this replica, by node id."""
+        return sorted(self._members.values(), key=lambda m: m.node_id)
 
     def __iter__(self) -> Iterator[Member]:
-        """By node id."""
-        return iter(sorted(self._members.values(), key=lambda m: m.node_id))
+        """All of the mesh, by node id; each once, where it is connected now."""
+        found: dict[str, Member] = {}
+        for members in self._elsewhere.values():
+            for m in members.values():
+                if m.node_id not in found or found[m.node_id].joined_at < m.joined_at:
+                    found[m.node_id] = m
+        found.update({m.node_id: m for m in self._members.values() if m.connected or m.node_id not in found})
+        return iter(sorted(found.values(), key=lambda m: m.node_id))
 
     def connected(self, role: Role | None = None) -> list[Member]:
         return [m for m in self if m.connected and role in (None, m.hello.role)]
 
     @property
+    def version(self) -> int:
+        """The view's."""
+        return self._version
+
+    @property
     def view(self) -> View:
+        if self._view.version != self._version:
+            # Built when it is read: a thousand nodes that join at once make one view, not a thousand.
+            seen = (_seen(m) for m in self)
+            self._view = View(self._version, tuple(worker for worker in seen if worker is not None))
         return self._view
 
     def _update(self, session: int, **changes: object) -> None:
@@ -176,8 +216,7 @@ class Fleet:
         old = self._members.get(member.node_id)
         self._members[member.node_id] = member
         if _seen(old) != _seen(member):
-            seen = (_seen(m) for m in self)
-            self._view = View(self._view.version + 1, tuple(worker for worker in seen if worker is not None))
+            self._version += 1
 
 
 def _seen(m: Member | None) -> ViewWorker | None:

@@ -33,4 +33,10 @@ class ControlMetrics:
             buckets=CONVERGENCE_BUCKETS_S,
             registry=registry,
         )
+        self.denied = Counter(
+            "trimtab_control_denied",
+            "Calls that were turned away for want of a role or an identity, by method.",
+            ["method"],
+            registry=registry,
+        )
         self.store_up = Gauge("trimtab_control_store_up", "1 while the policy store answers.", registry=registry)

@@ -11,26 +11,39 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
 
+from controlplane.answers import Answers
 from controlplane.commands import ask_all
 from controlplane.fleet import Fleet, Refusal, View
+from controlplane.gatekeeper import granted
 from controlplane.metrics import ControlMetrics
 from controlplane.replica import Replica, unix_ms
+from controlplane.store import Answer, Stored
 from controlplane.stream import Stream
 from controlplane.watchdog import watch_fleet
 from trimtab import codec
-from trimtab.errors import Conflict, Draining, InvalidRequest, PolicyRefused, TrimtabError
+from trimtab.errors import Conflict, Draining, InvalidRequest, PermissionDenied, PolicyRefused, QueueFull, TrimtabError
 from trimtab.kit.rpc import cancel_and_wait, guarded
+from trimtab.kit.tls import speaks_for
 from trimtab.kit.watch import Watch
 from trimtab.messages import Hello, Role
+from trimtab.snapshot import Identity
 from trimtab.v1 import control_pb2, control_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
+MAX_NODES = 20_000
+"""Streams at once; each costs memory for as long as it is open."""
+MAX_SAID = 2000
+"""Characters of a node's own words that are kept."""
+MAX_TRACED = 32
+"""Pushes of one change that have spans of their own: enough to see where time goes, few enough for a thousand nodes."""
+SAME_MS = 100
+"""A push that is so young is sent as it is."""
 HELLO_S = 5.0
 """A stream that has not said who it is by then is ended."""
 DIGEST_CLASH = "DIGEST_CLASH"
@@ -38,9 +51,21 @@ DIGEST_CLASH = "DIGEST_CLASH"
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """`answers` wakes whoever waits for nodes to answer a push. `run` must be running."""
+    """`answers` wakes whoever waits for nodes to answer a push. `on_moved` is called when who is connected here, or its state, changed.
+    `run` must be running.
+    """
 
-    def __init__(self, replica: Replica, fleet: Fleet, metrics: ControlMetrics, *, forget_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        fleet: Fleet,
+        metrics: ControlMetrics,
+        *,
+        forget_s: float = 300.0,
+        on_moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_moved = on_moved
+        self.log = Answers(replica.store)
         self.answers: Watch[None] = Watch(None)
         self._replica = replica
         self._fleet = fleet
@@ -49,17 +74,21 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._streams: dict[int, Stream] = {}
         self._changed_at = time.monotonic()
         self._viewed = 0
+        self._view: control_pb2.FleetView | None = None
+        self._pushing: tuple[Identity, control_pb2.ConnectResponse] | None = None
+        self._traced = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._announce())
+            tasks.create_task(self.log.run())
             tasks.create_task(
                 watch_fleet(
                     self._fleet,
                     self._replica.store,
                     self._metrics,
                     forget_s=self._forget_s,
-                    on_lost=self._fleet_changed,
+                    on_lost=self.fleet_changed,
                     on_forgotten=self._forgotten,
                 )
             )
@@ -88,7 +117,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             for stream in self._streams.values():
                 stream.due.set(None)
 
-    def _fleet_changed(self) -> None:
+    def fleet_changed(self) -> None:
+        """Somebody joined or was lost, here or at another replica."""
+        self._on_moved()
         self.answers.set(None)
         self._publish()
 
@@ -98,8 +129,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
     def _publish(self) -> None:
         """Wake gateways when their view changed."""
-        if self._fleet.view.version != self._viewed:
-            self._viewed = self._fleet.view.version
+        if self._fleet.version != self._viewed:
+            self._viewed = self._fleet.version
+            self._on_moved()
             for stream in self._streams.values():
                 if stream.hello.role is Role.GATEWAY:
                     stream.due.set(None)
@@ -107,7 +139,16 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[control_pb2.ConnectResponse]:
         async with guarded(context):
             requests = aiter(request_iterator)
-            stream = self._join(await _hello(requests))
+            hello = await _hello(requests)
+            caller = granted().caller
+            if not speaks_for(caller, hello.role.value, hello.node.node_id):
+                words = f"{caller.kind} {caller.name!r} is not {hello.role.value} {hello.node.node_id!r}: the certificate names another node"
+                log.warning("denied", method="Connect", identity=caller.name, kind=caller.kind, node=hello.node.node_id)
+                self._metrics.denied.labels("Connect").inc()
+                raise PermissionDenied(words)
+            if self._fleet.member(hello.node.node_id) is None and len(self._streams) >= MAX_NODES:
+                raise QueueFull(f"this control plane has {MAX_NODES} nodes; connect to another replica")
+            stream = self._join(hello)
             reader = asyncio.create_task(self._read(stream, requests))
             try:
                 # The node takes this as "connected"; a session may have nothing else to say for hours.
@@ -140,7 +181,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             replaced=old.hello.incarnation if old else None,
         )
         self._replica.seen(hello.held, hello.node.node_id)
-        self._fleet_changed()
+        self.fleet_changed()
         return stream
 
     def _leave(self, stream: Stream) -> None:
@@ -150,7 +191,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         if self._fleet.current(stream.session) is not None:
             log.info("node left", node=stream.hello.node.node_id, incarnation=stream.hello.incarnation)
         self._fleet.lost(stream.session, time.monotonic())
-        self._fleet_changed()
+        self.fleet_changed()
 
     async def _responses(self, stream: Stream) -> AsyncIterator[control_pb2.ConnectResponse]:
         """What is newest whenever it is not what was sent last, until the stream ends."""
@@ -161,15 +202,37 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 yield control_pb2.ConnectResponse(command=command)
             stored = self._replica.newest.value
             if stored is not None and stored.identity > stream.pushed:
-                parent = stream.begin_push(stored)
-                push = control_pb2.PolicyPush(
-                    snapshot=codec.encode_snapshot(stored.snapshot), sent_unix_ms=unix_ms(), traceparent=parent
-                )
-                yield control_pb2.ConnectResponse(policy_push=push)
-            view = self._fleet.view
-            if stream.hello.role is Role.GATEWAY and view.version != stream.viewed:
+                yield self._push_for(stream, stored)
+            if stream.hello.role is Role.GATEWAY and self._fleet.version != stream.viewed:
+                view = self._encoded_view()
                 stream.viewed = view.version
-                yield control_pb2.ConnectResponse(fleet_view=encode_view(view))
+                yield control_pb2.ConnectResponse(fleet_view=view)
+
+    def _push_for(self, stream: Stream, stored: Stored) -> control_pb2.ConnectResponse:
+        """The first of each change carry spans of their own; all others get the same message, under the put's span."""
+        if self._pushing is None or self._pushing[0] != stored.identity:
+            push = control_pb2.PolicyPush(
+                snapshot=codec.encode_snapshot(stored.snapshot), sent_unix_ms=unix_ms(), traceparent=stored.traceparent
+            )
+            self._pushing = (stored.identity, control_pb2.ConnectResponse(policy_push=push))
+            self._traced = 0
+        traced = self._traced < MAX_TRACED
+        self._traced += traced
+        parent = stream.begin_push(stored, traced=traced)
+        whole = self._pushing[1]
+        # A node counts expiry from when this was sent to it.
+        if not traced and unix_ms() - whole.policy_push.sent_unix_ms < SAME_MS:
+            return whole
+        response = control_pb2.ConnectResponse()
+        response.CopyFrom(whole)
+        response.policy_push.sent_unix_ms, response.policy_push.traceparent = unix_ms(), parent
+        return response
+
+    def _encoded_view(self) -> control_pb2.FleetView:
+        """One message for all gateways."""
+        if self._view is None or self._view.version != self._fleet.version:
+            self._view = encode_view(self._fleet.view)
+        return self._view
 
     async def _read(self, stream: Stream, requests: AsyncIterator[control_pb2.ConnectRequest]) -> None:
         error: TrimtabError | None = None
@@ -197,7 +260,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             case kind:
                 self._fleet.heard(stream.session, now)
                 if kind is not None and self._fleet.current(stream.session) is not None:
-                    said = str(getattr(request, kind)).replace("\n", " ").strip()
+                    said = str(getattr(request, kind)).replace("\n", " ").strip()[:MAX_SAID]
                     log.info(kind.replace("_", " "), node=stream.hello.node.node_id, said=said)
         self._publish()
 
@@ -219,6 +282,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                     self._metrics.convergence.observe(now - max(self._changed_at, member.joined_at))
             case "refused":
                 r = result.refused
+                for name in ("reason", "field", "message"):
+                    setattr(r, name, getattr(r, name)[:MAX_SAID])
                 said = {"reason": r.reason, "field": r.field, "because": r.message}
                 self._fleet.refused(stream.session, Refusal(identity, r.reason, r.field, r.message))
                 if r.reason == DIGEST_CLASH:
@@ -232,8 +297,22 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 self._replica.seen(held, node_id)
                 stream.answered(identity, kind)
         self._metrics.results.labels(kind).inc()
-        trace_id = result.traceparent[3:35]
-        log.info("policy answer", node=node_id, identity=str(identity), result=kind, trace_id=trace_id, **said)
+        why = (result.refused.reason, result.refused.message) if kind == "refused" else ("", "")
+        self.log.add(
+            Answer(
+                node_id, stream.hello.incarnation, identity, kind, unix_ms(), round(result.applied.apply_ms, 3), *why
+            )
+        )
+        # Refusals are news; a thousand nodes that applied are a figure, and one by one in `trimtab why`.
+        tell = log.info if kind == "refused" or self._traced < MAX_TRACED else log.debug
+        tell(
+            "policy answer",
+            node=node_id,
+            identity=str(identity),
+            result=kind,
+            trace_id=result.traceparent[3:35],
+            **said,
+        )
         self.answers.set(None)
 
 

@@ -20,6 +20,8 @@ from trimtab.policy import FIELDS, Field, Policy, Value, parse, text
 UNSET = "default"
 NOTHING = "-"
 UNKNOWN = "?"
+HISTORY_KINDS = {1: "person", 2: "controller", 3: "reseed", 4: "refused"}
+"""By HistoryKind's numbers."""
 WIDEST = 120
 """Lines that run on beyond this are hard to read."""
 
@@ -41,13 +43,23 @@ def _width() -> int:
 
 
 def store_text(store: Any) -> str:
-    if store.connected:
-        return f"store: {store.description}"
-    return f"store: NOT CONNECTED, changes are refused: {store.description}"
+    if not store.connected:
+        return f"store: NOT CONNECTED, changes are refused: {store.description}"
+    if not store.writable:
+        return f"store: READ ONLY, changes are refused: {store.description}"
+    wanted = (
+        f", a write is committed once {store.replicas_wanted} of its replicas have it" if store.replicas_wanted else ""
+    )
+    return f"store: {store.description}{wanted}"
 
 
 def store_json(store: Any) -> dict[str, Any]:
-    return {"connected": store.connected, "description": store.description}
+    return {
+        "connected": store.connected,
+        "writable": store.writable,
+        "replicas_wanted": store.replicas_wanted,
+        "description": store.description,
+    }
 
 
 # ---- policy
@@ -153,11 +165,47 @@ def typed(field: str, said: str) -> Value | None:
 
 
 def changes_text(changes: Iterable[Any]) -> list[str]:
-    return [f"{c.field}: {_worth(c.field, c.before)} → {_worth(c.field, c.after)}" for c in changes]
+    return [_change_text(c) for c in changes]
+
+
+def _change_text(c: Any) -> str:
+    if _about_values(c):
+        whom = f"{c.scope}: " if c.scope else ""
+        return f"{whom}{c.field}: {_worth(c.field, c.before)} → {_worth(c.field, c.after)}"
+    # A pin or a controller's adjustment: words, not values of the field.
+    before, after = ("none" if said == UNSET else said for said in (c.before, c.after))
+    return f"{c.scope}: {c.field}: {before} → {after}"
+
+
+def _about_values(c: Any) -> bool:
+    return not c.scope or c.scope.startswith(("pool/", "label/", "node/", "rollout/"))
 
 
 def changes_json(changes: Iterable[Any]) -> list[dict[str, Any]]:
-    return [{"field": c.field, "before": typed(c.field, c.before), "after": typed(c.field, c.after)} for c in changes]
+    found = []
+    for c in changes:
+        said = [typed(c.field, x) if _about_values(c) else (None if x == UNSET else x) for x in (c.before, c.after)]
+        found.append({"field": c.field, "scope": c.scope, "before": said[0], "after": said[1]})
+    return found
+
+
+def durability_text(answer: Any) -> str:
+    """Empty where nothing was written, or by a control plane that does not say."""
+    if not answer.HasField("durability"):
+        return ""
+    d = answer.durability
+    if not d.wanted:
+        return "committed: the store has it (no replicas are asked for)"
+    if d.committed:
+        return f"committed: {d.replicas} of the store's replicas have it"
+    return f"ACCEPTED, NOT REPLICATED: {d.replicas} of the {d.wanted} replicas asked for have it yet; a failover of the store may lose it"
+
+
+def durability_json(answer: Any) -> dict[str, Any] | None:
+    if not answer.HasField("durability"):
+        return None
+    d = answer.durability
+    return {"committed": d.committed, "replicas": d.replicas, "wanted": d.wanted}
 
 
 def answer_of(node: Any, identity: Any) -> str:
@@ -185,6 +233,9 @@ def set_text(answer: Any, *, dry_run: bool, waited: bool) -> str:
                 lines.append(f"  {node.node_id}: no answer yet; see `trimtab fleet`")
     if waited and not answer.nodes:
         lines.append("  no worker is connected; each takes it when it joins")
+    durable = durability_text(answer)
+    if durable:
+        lines.append(f"  {durable}")
     lines.append(f"  trace: trimtab trace {answer.trace_id}")
     return "\n".join(lines)
 
@@ -194,6 +245,7 @@ def set_json(answer: Any, *, dry_run: bool) -> dict[str, Any]:
         "identity": identity_json(answer.identity),
         "spec_version": answer.spec_version,
         "written": bool(answer.changes) and not dry_run,
+        "durability": durability_json(answer),
         "dry_run": dry_run,
         "changes": changes_json(answer.changes),
         "nodes": [{**node_policy_json(n), "answer": answer_of(n, answer.identity)} for n in answer.nodes],
@@ -220,12 +272,30 @@ def history_text(entries: Iterable[Any]) -> str:
     for e in entries:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.written_unix_ms / 1000))
         why = f' "{e.reason}"' if e.reason else ""
-        lines.append(f"{place(e.identity):>8}  {when}  {e.author}{why}")
+        lines.append(f"{place(e.identity):>8}  {when}  {_author(e)}{why}")
+        if e.evidence:
+            said = f"because it saw {e.evidence}"
+            lines += textwrap.wrap(said, _width(), initial_indent=" " * 10, subsequent_indent=" " * 12)
         if e.refused_because:
             said = f"REFUSED, nothing changed: {e.refused_because}"
             lines += textwrap.wrap(said, _width(), initial_indent=" " * 10, subsequent_indent=" " * 12)
         lines += [f"          {change}" for change in changes_text(e.changes)]
     return "\n".join(lines) or "no history"
+
+
+def by_controller(e: Any) -> bool:
+    return bool(e.term)
+
+
+def _author(e: Any) -> str:
+    return f"controller {e.author} (term {e.term})" if by_controller(e) else str(e.author)
+
+
+def kind_text(e: Any) -> str:
+    """person, controller, reseed or refused; of a control plane that does not say, what can be told."""
+    if e.refused_because:
+        return "refused"
+    return HISTORY_KINDS.get(e.kind, UNKNOWN)
 
 
 def history_json(entries: Iterable[Any]) -> list[dict[str, Any]]:
@@ -238,6 +308,9 @@ def history_json(entries: Iterable[Any]) -> list[dict[str, Any]]:
             "written_unix_ms": e.written_unix_ms,
             "changes": changes_json(e.changes),
             "refused_because": e.refused_because or None,
+            "kind": kind_text(e),
+            "term": e.term or None,
+            "evidence": e.evidence or None,
         }
         for e in entries
     ]

@@ -10,7 +10,7 @@ from trimtab.codec import decode_hello, decode_state
 from trimtab.kit.cli import WIDTH, table
 
 
-def _role(node: Any) -> str:
+def role_of(node: Any) -> str:
     return decode_hello(node.hello).role.value
 
 
@@ -25,8 +25,8 @@ def fleet_text(answer: Any) -> str:
     for node in answer.nodes:
         hello, load = node.hello, node.report.load
         state = _state(node) if node.connected else f"LOST {node.seconds_since_report:.0f} s ago"
-        work = f"{load.running}/{load.waiting}" if _role(node) == "worker" else ""
-        rows.append((hello.node_id, _role(node), hello.pool, state, work, place(node.policy.applied), hello.address))
+        work = f"{load.running}/{load.waiting}" if role_of(node) == "worker" else ""
+        rows.append((hello.node_id, role_of(node), hello.pool, state, work, place(node.policy.applied), hello.address))
         if node.policy.refused.epoch:
             r = node.policy.refusal
             text = f"{hello.node_id} refused policy {place(node.policy.refused)} ({r.reason}): {r.message}"
@@ -36,6 +36,7 @@ def fleet_text(answer: Any) -> str:
     else:
         lines.append("no node has connected yet; start workers with --control at this control plane's address")
     lines += ["", f"newest policy: {place(answer.desired)}; {store_text(answer.store)}"]
+    lines += [_replica_text(r, answer) for r in answer.replicas]
     if answer.HasField("last_refused"):
         e = answer.last_refused
         lines += textwrap.wrap(
@@ -49,20 +50,22 @@ def fleet_text(answer: Any) -> str:
 def fleet_json(answer: Any) -> dict[str, Any]:
     return {
         "desired": identity_json(answer.desired),
-        "nodes": [_node_json(n) for n in answer.nodes],
+        "nodes": [node_json(n) for n in answer.nodes],
         "store": store_json(answer.store),
+        "replica_id": answer.replica_id,
+        "replicas": [_replica_json(r) for r in answer.replicas],
         "last_refused": history_json([answer.last_refused])[0] if answer.HasField("last_refused") else None,
     }
 
 
-def _node_json(n: Any) -> dict[str, Any]:
+def node_json(n: Any) -> dict[str, Any]:
     hello, report = n.hello, n.report
     limits = ("max_num_seqs", "max_step_tokens", "max_model_len", "block_size", "total_blocks", "engine")
     load = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "total_blocks")
     return {
         "node_id": hello.node_id,
         "incarnation": hello.incarnation,
-        "role": _role(n),
+        "role": role_of(n),
         "pool": hello.pool,
         "labels": dict(hello.labels),
         "model": hello.model,
@@ -80,4 +83,24 @@ def _node_json(n: Any) -> dict[str, Any]:
         "policy": node_policy_json(n.policy),
         "seconds_since_report": n.seconds_since_report,
         "seconds_connected": n.seconds_connected,
+        "replica_id": n.replica_id,
+    }
+
+
+def _replica_text(r: Any, answer: Any) -> str:
+    leads = f", leads in term {r.term}" if r.leader else ""
+    behind = "" if r.newest == answer.desired else f", holds policy {place(r.newest)}"
+    nodes = "1 node" if r.nodes == 1 else f"{r.nodes} nodes"
+    return f"control plane {r.replica_id} at {r.address}: {nodes}{leads}{behind}"
+
+
+def _replica_json(r: Any) -> dict[str, Any]:
+    return {
+        "replica_id": r.replica_id,
+        "address": r.address,
+        "leader": r.leader,
+        "term": r.term,
+        "nodes": r.nodes,
+        "newest": identity_json(r.newest),
+        "seconds_since_heard": r.seconds_since_heard,
     }

@@ -1,8 +1,8 @@
 """What this replica of the control plane holds: the newest policy, kept in step with the store, and the one door for changes to it.
 
-Invariant: `newest` only ever rises in (epoch, revision), and so does what nodes get. When the store is found empty or behind what this
-replica or any node holds, its present policy goes back in under a higher epoch; a write waits until that is done. While the store is
-away, `newest` stays as it was and writes fail.
+People and controllers come by the same door, `write`. Invariant: `newest` only ever rises in (epoch, revision), and so does what nodes get.
+When the store is found empty, damaged or behind what this replica or any node holds, its present policy goes back in under a higher epoch;
+a write waits until that is done. While the store is away, `newest` stays as it was and writes fail.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
 
 from controlplane import spec
-from controlplane.store import Moved, PolicyStore, Stored, Write, reseed, stale
+from controlplane.store import Damaged, Lease, Moved, PolicyStore, Receipt, Stored, Write, WriteKind, reseed, stale
 from trimtab.codec import decode_document, seal
 from trimtab.errors import Conflict, StoreUnavailable
 from trimtab.kit.watch import Watch
@@ -36,11 +36,15 @@ MEND_BACKOFF_S = (0.1, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a change came to: the policy after it, and what differs. `written` is False for a dry run and where nothing differs."""
+    """What a change came to: the policy after it, and what differs. `receipt` is None for a dry run and where nothing differs."""
 
     stored: Stored
     changes: tuple[Change, ...]
-    written: bool
+    receipt: Receipt | None = None
+
+    @property
+    def written(self) -> bool:
+        return self.receipt is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Replica:
         self.newest: Watch[Stored | None] = Watch(None)
         self._now_unix_ms = now_unix_ms
         self._floor = Floor(Identity(), "")
+        self._term = 0
         self._behind = asyncio.Event()
         self._mending = asyncio.Lock()
 
@@ -91,6 +96,15 @@ class Replica:
             self._floor = floor
             self._behind.set()
 
+    def granted(self, lease: Lease) -> None:
+        """A lease that was seen in the store, whoever holds it: no later one may have its term again."""
+        self._term = max(self._term, lease.term)
+
+    @property
+    def term(self) -> int:
+        """The highest that this replica has seen."""
+        return self._term
+
     def _take(self, stored: Stored | None) -> None:
         held = self.newest.value
         if stored is not None and (held is None or stored.identity > held.identity):
@@ -98,12 +112,18 @@ class Replica:
                 "policy changed",
                 identity=str(stored.identity),
                 spec_version=stored.spec_version,
+                kind=stored.kind.value,
                 author=stored.author,
                 reason=stored.reason,
-                changes={c.field: f"{spec.shown(c.before)} → {spec.shown(c.after)}" for c in stored.changes},
+                changes={
+                    f"{c.scope}: {c.field}" if c.scope else c.field: f"{spec.shown(c.before)} → {spec.shown(c.after)}"
+                    for c in stored.changes
+                },
                 trace_id=stored.traceparent[3:35],
             )
             self.newest.set(stored)
+        if stored is not None:
+            self._term = max(self._term, stored.term)
         if stored is None or self._lowest().above(stored):
             self._behind.set()
 
@@ -132,38 +152,49 @@ class Replica:
         """What the store holds, seeded or mended first where it must be."""
         async with self._mending:
             for _ in range(ATTEMPTS):
-                found = await self.store.load()
-                floor = self._lowest()
                 with contextlib.suppress(Moved):
-                    stored = found if found is not None and not floor.above(found) else await self._mend(found, floor)
+                    stored = await self._loaded()
                     self._take(stored)
                     return stored
         raise StoreUnavailable("other replicas kept mending the policy store; try again")
 
-    async def _mend(self, found: Stored | None, floor: Floor) -> Stored:
+    async def _loaded(self) -> Stored:
+        floor = self._lowest()
+        try:
+            found = await self.store.load()
+        except Damaged as e:
+            if self.newest.value is None:
+                raise
+            return await self._mend(None, e.upon, floor)
+        if found is not None and not floor.above(found):
+            return found
+        return await self._mend(found, found.identity if found else Identity(), floor)
+
+    async def _mend(self, found: Stored | None, upon: Identity, floor: Floor) -> Stored:
         """The newest spec that is known, under an epoch above everything that was seen. Moved when another replica was faster."""
         known = max((s for s in (found, self.newest.value) if s), key=lambda s: s.identity, default=None)
         now = self._now_unix_ms()
         first = floor.identity == Identity()
-        held = found.identity if found else "nothing"
+        held = str(upon) if upon > Identity() else "nothing"
         stored = await reseed(
             self.store,
             decode_document(known.snapshot.document) if known else Document(written_unix_ms=now),
-            found=found,
+            upon=upon,
             above=floor.identity.epoch,
             spec_version=max((s.spec_version for s in (found, self.newest.value) if s), default=0),
             reason="first start" if first else f"the store held {held}, {floor.holder} holds {floor.identity}",
             now_unix_ms=now,
+            term_floor=self._term,
         )
         if not first:
             log.warning(
-                "store was behind", found=str(held), held=str(floor.identity), by=floor.holder, now=str(stored.identity)
+                "store was behind", found=held, held=str(floor.identity), by=floor.holder, now=str(stored.identity)
             )
         return stored
 
-    async def change(
+    async def write(
         self,
-        fields: Mapping[str, str],
+        build: spec.Build,
         nodes: Callable[[], Iterable[Node]],
         *,
         author: str,
@@ -171,24 +202,39 @@ class Replica:
         expect_version: int | None = None,
         dry_run: bool = False,
         traceparent: str = "",
+        lease: Lease | None = None,
+        evidence: str = "",
     ) -> Outcome:
-        """A person's change, checked against `nodes`, written unless `dry_run` or nothing differs.
+        """A change, checked against `nodes`, written unless `dry_run` or nothing differs. With `lease` it is a controller's.
 
-        PolicyRefused and Conflict write nothing; StoreUnavailable means that the store did not say that it wrote.
+        PolicyRefused and Conflict (Fenced for a leader that was deposed) write nothing; StoreUnavailable means that the store did not say
+        that it wrote.
         """
         for _ in range(ATTEMPTS):
             stored = await self._current()
             if expect_version not in (None, stored.spec_version):
                 raise stale(expect_version or 0, stored.spec_version)
             now = self._now_unix_ms()
-            draft = spec.change(decode_document(stored.snapshot.document), fields, nodes(), now_unix_ms=now)
+            draft = build(decode_document(stored.snapshot.document), nodes(), now)
             if dry_run or not draft.changes:
-                return Outcome(stored, draft.changes, written=False)
+                return Outcome(stored, draft.changes)
             held = stored.identity
             snapshot = seal(draft.document, epoch=held.epoch, revision=held.revision + 1)
-            after = Stored(snapshot, stored.spec_version + 1, author, reason, now, draft.changes, traceparent)
+            after = Stored(
+                snapshot,
+                stored.spec_version + (lease is None),
+                author,
+                reason,
+                now,
+                draft.changes,
+                traceparent,
+                WriteKind.CONTROLLER if lease else WriteKind.PERSON,
+                lease.term if lease else 0,
+                evidence,
+            )
             with contextlib.suppress(Moved):
-                await self.store.put(Write(after, held, uuid.uuid4().hex, expect_version))
+                put = Write(after, held, uuid.uuid4().hex, expect_version, lease)
+                receipt = await self.store.put(put)
                 self._take(after)
-                return Outcome(after, draft.changes, written=True)
+                return Outcome(after, draft.changes, receipt)
         raise Conflict("others kept changing the policy in between; try again")

@@ -28,15 +28,23 @@ class Stream:
         self.pushed = hello.held
         self.viewed = 0
         self._push: tuple[Identity, Span] | None = None
+        self._untraced: Identity | None = None
 
     def end(self, because: TrimtabError | None = None) -> None:
         self.open = False
         self.because = self.because or because
         self.due.set(None)
 
-    def begin_push(self, stored: Stored) -> str:
-        """Opens the push's span under the put's, and gives its traceparent. One is open at a time: what a node skips it does not answer."""
+    def begin_push(self, stored: Stored, *, traced: bool) -> str:
+        """Opens the push's span under the put's, and gives its traceparent. One is open at a time: what a node skips it does not answer.
+
+        Untraced, it gives the put's own.
+        """
         self.close_push("unanswered")
+        if not traced:
+            self.pushed = stored.identity
+            self._untraced = stored.identity
+            return stored.traceparent
         attributes = {"trimtab.node": self.hello.node.node_id, "trimtab.policy": str(stored.identity)}
         span = tracer().start_span("policy.push", context=parse_traceparent(stored.traceparent), attributes=attributes)
         self._push = (stored.identity, span)
@@ -47,6 +55,9 @@ class Stream:
         self, identity: Identity, result: str, *, refused: TrimtabError | None = None, cause: str = ""
     ) -> bool:
         """Ends the push's span. False for an answer to another push than the open one."""
+        if self._untraced == identity:
+            self._untraced = None
+            return True
         if self._push is None or self._push[0] != identity:
             return False
         if refused is not None:
@@ -61,6 +72,7 @@ class Stream:
             span_at("policy.apply", self._push[1], now - apply_ms / 1000, now, facts)
 
     def close_push(self, result: str) -> None:
+        self._untraced = None
         if self._push is not None:
             self._push[1].set_attribute("trimtab.result", result)
             self._push[1].end()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -113,6 +114,14 @@ def generate(
     _answer(template, prompt if token_ids is None else _ids(token_ids), gateway, timeout_s, as_json)
 
 
+def trace_directory(mesh: str | None) -> Path:
+    """Where the processes of a mesh write their traces; of the one that runs here when None."""
+    if mesh is None:
+        run_file = running()
+        mesh = run_file.mesh if run_file else DEFAULT_MESH
+    return state_dir(mesh)
+
+
 @click.command()
 @click.argument("trace_id", metavar="[ID]", required=False)
 @click.option("--mesh", help="Mesh whose traces to read. [default: the running `trimtab up`, else default]")
@@ -124,10 +133,7 @@ def trace(trace_id: str | None, mesh: str | None, as_json: bool) -> None:
     """
     from services import traces
 
-    if mesh is None:
-        run_file = running()
-        mesh = run_file.mesh if run_file else DEFAULT_MESH
-    directory = state_dir(mesh)
+    directory = trace_directory(mesh)
     if trace_id is None:
         _list(traces.newest(directory, NEWEST), as_json)
         return
@@ -137,7 +143,7 @@ def trace(trace_id: str | None, mesh: str | None, as_json: bool) -> None:
         found = traces.find(directory, trace_id.lower())
     if len(found) != 1:
         newest = [s.trace_id for s in traces.newest(directory, NEWEST)]
-        what = f"{len(found)} traces begin with {trace_id}" if found else f"no trace {trace_id} in mesh {mesh}"
+        what = f"{len(found)} traces begin with {trace_id}" if found else f"no trace {trace_id} in {directory}"
         if as_json:
             echo_json({"error": {"reason": "TRACE_NOT_FOUND", "message": what, "newest": list(found) or newest}})
         shown = "\n".join(f"  {known}" for known in list(found)[:NEWEST] or newest) or "  (none yet)"

@@ -22,7 +22,19 @@ NEVER_IN_PURE = {
     *("lightgbm", "torch", "transformers", "vllm"),
 }
 MAY_SEE_THE_WIRE = {
-    *("server", "control", "push", "admin", "dispatch", "attach", "endpoint", "endpoints", "membership", "commands"),
+    *(
+        "server",
+        "control",
+        "push",
+        "admin",
+        "dispatch",
+        "attach",
+        "endpoint",
+        "endpoints",
+        "membership",
+        "commands",
+        "peers",
+    ),
 }
 """Names of modules (or of packages around them) that turn wire types into calls; besides codec, kit and client."""
 HEAVY = {"lightgbm", "torch", "transformers", "vllm"}

@@ -18,6 +18,7 @@ import grpc.aio
 from trimtab import codec
 from trimtab.errors import StreamCut, TrimtabError
 from trimtab.kit import rpc
+from trimtab.kit.tls import Tls
 from trimtab.messages import Delta, Event, Finish, Request
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
 
@@ -42,11 +43,11 @@ class Unreachable(TrimtabError):
 
 
 class Client:
-    """Talks to a gateway, or straight to a worker, at `address` (host:port)."""
+    """Talks to a gateway, or straight to a worker, at `address` (host:port). With TLS its certificate must be of that `kind`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, kind: str = "gateway", tls: Tls | None = None) -> None:
         self.address = address
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, kind, tls=tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def generate(

@@ -158,6 +158,24 @@ class Cancelled(TrimtabError):
     outcome = Outcome.CLIENT_FAULT
 
 
+class Unauthenticated(TrimtabError):
+    """Nobody knows who calls: no certificate, and no token that is known."""
+
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+    reason = "UNAUTHENTICATED"
+    outcome = Outcome.CLIENT_FAULT
+
+
+class PermissionDenied(TrimtabError):
+    """It is known who calls, and he may not."""
+
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+    reason = "PERMISSION_DENIED"
+    outcome = Outcome.CLIENT_FAULT
+
+
 class EngineFault(TrimtabError):
     grpc_code = "INTERNAL"
     http_status = 500

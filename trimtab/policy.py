@@ -16,7 +16,8 @@ from trimtab.policy_field import Field, Kind, Value, text
 from trimtab.policy_tree import Isolation, Mode, Policy, Preemption, Protect
 
 __all__ = [
-    "FIELDS", "POLICY_SCHEMA", "Change", "Field", "Isolation", "Kind", "Mode", "Partial", "Policy", "Preemption", "Protect", "Value",
+    "FIELDS", "POLICY_SCHEMA", "STATE_SCHEMA", "Change",
+    "Field", "Isolation", "Kind", "Mode", "Partial", "Policy", "Preemption", "Protect", "Value",
     "check", "diff", "field", "flatten", "min_schema", "parse", "text", "with_fields",
 ]  # fmt: skip
 
@@ -33,8 +34,10 @@ def _fields() -> Iterator[Field]:
 
 FIELDS: dict[str, Field] = {f.path: f for f in sorted(_fields(), key=lambda f: f.schema)}
 """By path, in the order in which they were added."""
-POLICY_SCHEMA: int = max(f.schema for f in FIELDS.values())
-"""The highest field schema that this build understands."""
+STATE_SCHEMA = 32
+"""Adjustments that hold a word: a node below this would not see them."""
+POLICY_SCHEMA: int = max(STATE_SCHEMA, *(f.schema for f in FIELDS.values()))
+"""The highest schema that this build understands."""
 
 
 def field(path: str) -> Field:
@@ -75,17 +78,18 @@ def with_fields(policy: Policy, partial: Partial) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field's value before and after; None where it was or is unset."""
+    """One field's value before and after; None where it was or is unset. `scope` is empty for the base, else whom it is for, in words."""
 
     field: str
     before: Value | None
     after: Value | None
+    scope: str = ""
 
 
-def diff(before: Partial, after: Partial) -> tuple[Change, ...]:
+def diff(before: Partial, after: Partial, scope: str = "") -> tuple[Change, ...]:
     """What differs, in field order."""
     return tuple(
-        Change(path, before.get(path), after.get(path)) for path in FIELDS if before.get(path) != after.get(path)
+        Change(path, before.get(path), after.get(path), scope) for path in FIELDS if before.get(path) != after.get(path)
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ class Field:
 
     `schema` numbers fields in the order in which they were added; a snapshot that sets a field needs nodes of that schema.
     `limit` names the engine limit that bounds the field on a node, beside `maximum`; `inactive_from` the one from which on a threshold does
-    nothing, since no request gets there. `choices` are the words of a CHOICE.
+    nothing, since no request gets there. `choices` are the words of a CHOICE; `restrictive` the same from the least restrictive on, where
+    controllers may choose: of several words the most restrictive holds.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Field:
     minimum: float = 0
     maximum: float = 0
     choices: tuple[str, ...] = ()
+    restrictive: tuple[str, ...] = ()
     limit: str | None = None
     inactive_from: str | None = None
 
@@ -152,10 +155,18 @@ def fraction(default: float, *, low: float, high: float, schema: int, unit: str,
     return _described(default, Kind.FRACTION, schema=schema, unit=unit, doc=doc, minimum=low, maximum=high)
 
 
-def choice(words: type[enum.StrEnum], default: enum.StrEnum, *, schema: int, doc: str) -> Any:
+def choice(
+    words: type[enum.StrEnum],
+    default: enum.StrEnum,
+    *,
+    schema: int,
+    doc: str,
+    restrictive: Sequence[enum.StrEnum] = (),
+) -> Any:
     """A dataclass field that holds one of `words`."""
     names = tuple(str(w) for w in words)
-    return _described(str(default), Kind.CHOICE, schema=schema, unit="", doc=doc, choices=names)
+    order = tuple(str(w) for w in restrictive)
+    return _described(str(default), Kind.CHOICE, schema=schema, unit="", doc=doc, choices=names, restrictive=order)
 
 
 def names(*, schema: int, unit: str, doc: str) -> Any:

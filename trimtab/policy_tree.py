@@ -145,7 +145,7 @@ class IsolatePart:
         doc="a prompt of so many tokens or more is isolated",
     )  # fmt: skip
     action: str = choice(
-        Isolation, Isolation.ALONE, schema=14,
+        Isolation, Isolation.ALONE, schema=14, restrictive=(Isolation.ALONE, Isolation.POOL, Isolation.REFUSE),
         doc="what becomes of an isolated request: one runs at a time (alone), an error (refuse), another pool must take it (pool)",
     )  # fmt: skip
     tenants: tuple[str, ...] = names(schema=15, unit="tenants", doc="every request of these tenants is isolated")

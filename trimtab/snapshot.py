@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.errors import PolicyRefused
-from trimtab.policy import FIELDS, POLICY_SCHEMA, Field, Partial, Policy, Value, check, min_schema, text, with_fields
+from trimtab.policy import (
+    FIELDS,
+    POLICY_SCHEMA,
+    STATE_SCHEMA,
+    Field,
+    Partial,
+    Policy,
+    Value,
+    check,
+    min_schema,
+    text,
+    with_fields,
+)
+from trimtab.policy_field import MAX_NAME
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,6 +94,29 @@ class Scope:
             case ScopeKind.NODE | ScopeKind.ROLLOUT:
                 return node.node_id in self.names
 
+    def __str__(self) -> str:
+        """As people write it: pool/NAME, label/KEY=VALUE, node/ID; empty for the whole mesh."""
+        return "" if self.kind is ScopeKind.MESH else f"{self.kind.name.lower()}/{','.join(self.names)}"
+
+
+def parse_scope(said: str) -> Scope:
+    """A scope as people write it. PolicyRefused for what is none; a rollout's is not theirs to write."""
+    kind, sign, name = said.partition("/")
+    kinds = {"pool": ScopeKind.POOL, "label": ScopeKind.LABEL, "node": ScopeKind.NODE}
+    if said in ("", "mesh"):
+        return Scope()
+    if not sign or kind not in kinds or not _fit(name) or (kind == "label" and not name.partition("=")[0].strip()):
+        raise PolicyRefused(
+            f"{said[:80]!r} is no scope; write pool/NAME, label/KEY=VALUE or node/ID", reason="UNKNOWN_SCOPE"
+        )
+    if kind == "label" and "=" not in name:
+        raise PolicyRefused(f"a label is KEY=VALUE, not {name[:80]!r}", reason="UNKNOWN_SCOPE")
+    return Scope(kinds[kind], (name,))
+
+
+def _fit(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME and name == name.strip() and name.isprintable()
+
 
 class Owner(enum.IntEnum):
     """Who wrote an overlay."""
@@ -102,7 +138,7 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """A controller's change to one field on top of the spec: a factor in [0.1, 1], or a delta when `factor` is None."""
+    """A controller's change to one field on top of the spec: a factor in [0.1, 1], a word, or a delta when there is neither."""
 
     controller: str
     field: str
@@ -112,6 +148,13 @@ class Adjustment:
     factor: float | None = None
     delta: int = 0
     evidence: str = ""
+    state: str | None = None
+
+    def __str__(self) -> str:
+        """What it does to the field."""
+        if self.state is not None:
+            return f"={self.state}"
+        return f"×{self.factor:g}" if self.factor is not None else f"{self.delta:+d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +178,9 @@ class Document:
     needs_schema: int = 0
 
     def own_schema(self) -> int:
-        """The schema that the fields set here need."""
-        return min_schema(self.base, *(o.policy for o in self.overlays))
+        """The schema that what is set here needs."""
+        words = STATE_SCHEMA if any(a.state is not None for a in self.adjustments) else 0
+        return max(words, min_schema(self.base, *(o.policy for o in self.overlays)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +254,16 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
     for path, f in FIELDS.items():
         spec = values.get(path, f.default)
         sources.setdefault(path, "default")
-        if not isinstance(spec, int | float):
-            # Controllers move numbers; a word has nothing to multiply.
-            values[path] = spec
-            continue
         limit = node.limits.of(f.limit)
         ceiling = f.maximum if limit is None else min(f.maximum, limit)
-        moved = [] if path in pinned else [a for a in live if a.field == path]
-        effective = fold(spec, moved, f.minimum, ceiling)
+        mine = [] if path in pinned else [a for a in live if a.field == path]
+        # Numbers take factors and deltas, words that are ranked take words; all else is passed over.
+        moved = [a for a in mine if (a.state is None if f.numeric else a.state in f.restrictive)]
+        effective: Value = spec
+        if isinstance(spec, int | float):
+            effective = fold(spec, moved, f.minimum, ceiling)
+        elif isinstance(spec, str):
+            effective = fold_state(spec, (a.state for a in moved), f.restrictive)
         if moved:
             sources[path] += f", {text(spec)} → {text(effective)} by " + ", ".join(
                 f"{a.controller} ({a.reason})" for a in moved
@@ -249,3 +295,9 @@ def fold(spec: float, adjustments: Iterable[Adjustment], low: float, high: float
     delta = sum(a.delta for a in moves if a.factor is None)
     folded = max(low, min(high, spec * factor + delta))
     return round(folded) if isinstance(spec, int) else folded
+
+
+def fold_state(spec: str, states: Iterable[str | None], restrictive: Sequence[str]) -> str:
+    """The most restrictive of the spec's word and those of adjustments; words that `restrictive` does not rank are passed over."""
+    known = [word for word in (spec, *states) if word is not None and word in restrictive]
+    return max(known, key=restrictive.index, default=spec)

@@ -30,6 +30,8 @@ VERBS = {
     "policy": Verb("controlplane.cli_history", "policy", "Read and change the policy that steers the engines."),
     "requests": Verb("controlplane.cli_requests", "requests", "Move, isolate or release requests that wait or run."),
     "fleet": Verb("controlplane.cli", "fleet", "Show the mesh's nodes, their load and their policy."),
+    "why": Verb("trimtab_cli.why", "why", "Tell which change, by whom, on what evidence."),
+    "certs": Verb("trimtab_cli.certs", "certs", "Make and show the certificates of a mesh."),
     "config": Verb("trimtab_cli.config", "config", "Check and show settings."),
 }
 

@@ -34,6 +34,11 @@ OTHER_VARIABLES = (
     "TRIMTAB_CONTROL",
     "TRIMTAB_GATEWAY",
     "TRIMTAB_ACCELERATOR",
+    "TRIMTAB_TLS_CA",
+    "TRIMTAB_TLS_CERT",
+    "TRIMTAB_TLS_KEY",
+    "TRIMTAB_TLS_MESH",
+    "TRIMTAB_TOKEN",
 )
 """Environment variables that are read outside the sections."""
 

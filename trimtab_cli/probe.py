@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trimtab_cli.plan import Spec, Tier
 
 POLL_S = 0.03
+KINDS = {Tier.CONTROL: "control", Tier.WORKER: "worker", Tier.GATEWAY: "gateway"}
+"""What a server's certificate calls it."""
 
 
 async def until_healthy(spec: Spec) -> None:
@@ -19,7 +22,7 @@ async def until_healthy(spec: Spec) -> None:
     else:
         # A channel's reconnect back-off would see a fresh listener late, so the port is knocked at first.
         await _until(_listens, spec.address)
-        await _until(_serves, spec.address)
+        await _until(functools.partial(_serves, KINDS[spec.tier]), spec.address)
 
 
 async def _until(holds: Callable[[str], Awaitable[bool]], address: str) -> None:
@@ -54,13 +57,13 @@ async def _listens(address: str) -> bool:
     return True
 
 
-async def _serves(address: str) -> bool:
+async def _serves(kind: str, address: str) -> bool:
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from trimtab.kit import rpc
 
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, kind) as channel:
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)

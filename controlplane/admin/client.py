@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc.aio
 
 from trimtab.client import Unreachable
-from trimtab.codec import encode_match
+from trimtab.codec import encode_match, encode_scope
 from trimtab.kit import rpc
+from trimtab.kit.tls import Tls
 from trimtab.messages import RequestMatch
-from trimtab.v1 import admin_pb2, admin_pb2_grpc
+from trimtab.snapshot import Scope
+from trimtab.v1 import admin_pb2, admin_pb2_grpc, policy_pb2
 
 T = TypeVar("T")
 
@@ -21,18 +23,24 @@ TIMEOUT_S = 10.0
 
 
 class AdminClient:
-    """Talks to one control plane replica at `address` (host:port). Every call raises the error tree; Unreachable when nobody answers."""
+    """Talks to one control plane replica at `address` (host:port). Every call raises the error tree; Unreachable when nobody answers.
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    `token` says who calls where no certificate does. CertificateError where certificates can't be read.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S, tls: Tls | None = None, token: str = "") -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, "control", tls=tls)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     async def get_policy(self, node_id: str = "") -> admin_pb2.GetPolicyResponse:
         """`effective` and `sources` are those of the node, or of a node without overlays."""
         return await self._ask(
-            self._stub.GetPolicy(admin_pb2.GetPolicyRequest(node_id=node_id), timeout=self._timeout_s)
+            self._stub.GetPolicy(
+                admin_pb2.GetPolicyRequest(node_id=node_id), timeout=self._timeout_s, metadata=self._metadata
+            )
         )
 
     async def set_policy(
@@ -44,8 +52,9 @@ class AdminClient:
         expect_version: int | None = None,
         dry_run: bool = False,
         wait_ms: int = 0,
+        scope: Scope | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Fields as a person types them; waits up to `wait_ms` for the connected workers' answers."""
+        """Fields as a person types them, for `scope` (everyone when None); waits up to `wait_ms` for the connected workers' answers."""
         request = admin_pb2.SetPolicyRequest(
             fields=fields,
             author=author,
@@ -53,16 +62,68 @@ class AdminClient:
             expect_version=expect_version,
             dry_run=dry_run,
             wait_ms=wait_ms,
+            scope=encode_scope(scope) if scope is not None and scope.kind else None,
         )
-        return await self._ask(self._stub.SetPolicy(request, timeout=self._timeout_s + wait_ms / 1000))
+        return await self._ask(
+            self._stub.SetPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+        )
 
-    async def history(self, limit: int = 0) -> admin_pb2.ListPolicyHistoryResponse:
-        """Newest first; 0 means the server's default."""
-        request = admin_pb2.ListPolicyHistoryRequest(limit=limit)
-        return await self._ask(self._stub.ListPolicyHistory(request, timeout=self._timeout_s))
+    async def apply_policy(
+        self,
+        spec: admin_pb2.PolicySpec,
+        *,
+        author: str,
+        reason: str = "",
+        expect_version: int | None = None,
+        dry_run: bool = False,
+        wait_ms: int = 0,
+    ) -> admin_pb2.ApplyPolicyResponse:
+        """The whole spec: what it does not say goes back to the default."""
+        request = admin_pb2.ApplyPolicyRequest(
+            spec=spec, author=author, reason=reason, expect_version=expect_version, dry_run=dry_run, wait_ms=wait_ms
+        )
+        return await self._ask(
+            self._stub.ApplyPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+        )
+
+    async def pin_policy(
+        self,
+        fields: Sequence[str],
+        pinned: bool,
+        *,
+        author: str,
+        reason: str = "",
+        dry_run: bool = False,
+        wait_ms: int = 0,
+    ) -> admin_pb2.PinPolicyResponse:
+        request = admin_pb2.PinPolicyRequest(
+            fields=fields, pinned=pinned, author=author, reason=reason, dry_run=dry_run, wait_ms=wait_ms
+        )
+        return await self._ask(
+            self._stub.PinPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+        )
+
+    async def revision(self, epoch: int, revision: int) -> admin_pb2.GetPolicyRevisionResponse:
+        """The spec as it was then; 0 is the present epoch. InvalidRequest where the history does not tell."""
+        request = admin_pb2.GetPolicyRevisionRequest(epoch=epoch, revision=revision)
+        return await self._ask(self._stub.GetPolicyRevision(request, timeout=self._timeout_s, metadata=self._metadata))
+
+    async def history(self, limit: int = 0, *, controllers: bool = False) -> admin_pb2.ListPolicyHistoryResponse:
+        """Newest first; 0 means the server's default. Controllers' writes only when asked for."""
+        request = admin_pb2.ListPolicyHistoryRequest(limit=limit, controllers=controllers)
+        return await self._ask(self._stub.ListPolicyHistory(request, timeout=self._timeout_s, metadata=self._metadata))
+
+    async def answers(
+        self, limit: int = 0, *, node_id: str = "", identity: policy_pb2.SnapshotIdentity | None = None
+    ) -> admin_pb2.ListPolicyAnswersResponse:
+        """What nodes made of pushes, newest first."""
+        request = admin_pb2.ListPolicyAnswersRequest(limit=limit, node_id=node_id, identity=identity)
+        return await self._ask(self._stub.ListPolicyAnswers(request, timeout=self._timeout_s, metadata=self._metadata))
 
     async def fleet(self) -> admin_pb2.GetFleetResponse:
-        return await self._ask(self._stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=self._timeout_s))
+        return await self._ask(
+            self._stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=self._timeout_s, metadata=self._metadata)
+        )
 
     async def reprioritise(
         self, match: RequestMatch, delta: int, *, author: str, reason: str
@@ -89,7 +150,7 @@ class AdminClient:
 
     async def _steer(self, request: admin_pb2.SteerRequestsRequest) -> admin_pb2.SteerRequestsResponse:
         """Workers' answers, or InvalidRequest before any of them was asked."""
-        return await self._ask(self._stub.SteerRequests(request, timeout=self._timeout_s))
+        return await self._ask(self._stub.SteerRequests(request, timeout=self._timeout_s, metadata=self._metadata))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:

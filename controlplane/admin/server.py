@@ -1,7 +1,6 @@
 """What people and tools ask of the control plane. Reads are answered from memory while the store is away, and say so.
 
-Every write goes through `Replica.change`. A refused attempt writes nothing but a line in the history, so that `policy history` shows who
-tried what and why it did not happen.
+Every write goes through `Writer`, and from there through `Replica.write`.
 """
 
 from __future__ import annotations
@@ -9,56 +8,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
 from typing import Any
 
-import structlog
-
-from controlplane.admin.checks import refuse_if, unfit, who_and_why
+from controlplane.admin.encode import encode_answer, encode_entry, encode_member, encode_spec, encode_store
 from controlplane.admin.steering import AskWorkers, steer
-from controlplane.fleet import Fleet, Member
+from controlplane.admin.writing import MAX_WAIT_MS, Writer, apply_work, pin_work, set_work
+from controlplane.answers import Answers, chosen
+from controlplane.fleet import Fleet
+from controlplane.gatekeeper import granted
+from controlplane.leader import Leader
 from controlplane.metrics import ControlMetrics
-from controlplane.replica import Outcome, Replica, unix_ms
-from controlplane.spec import shown
-from controlplane.store import Entry, Stored
-from trimtab.codec import (
-    decode_document,
-    encode_hello,
-    encode_identity,
-    encode_partial,
-    encode_report,
-    encode_snapshot,
-)
-from trimtab.errors import Conflict, InvalidRequest, PolicyRefused, StoreUnavailable, Violation
+from controlplane.peers import Peers
+from controlplane.replica import Replica, unix_ms
+from controlplane.spec import spec_of
+from controlplane.store import PAST_LENGTH, Answer, Stored
+from trimtab.codec import decode_document, decode_identity, encode_identity, encode_partial, encode_snapshot
+from trimtab.errors import InvalidRequest, StoreUnavailable, Violation
 from trimtab.kit.rpc import guarded
-from trimtab.kit.telemetry import fail, parse_traceparent, traceparent, tracer
 from trimtab.kit.watch import Watch
 from trimtab.messages import Role
-from trimtab.policy import FIELDS, Change, Kind, flatten
+from trimtab.policy import flatten
 from trimtab.snapshot import Identity, Limits, Node, resolve
-from trimtab.v1 import admin_pb2, admin_pb2_grpc, control_pb2
-
-log = structlog.get_logger(__name__)
+from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
 HISTORY_DEFAULT = 20
-MAX_FIELDS = 64
-MAX_FIELD_CHARS = 100
-MAX_NAMES_CHARS = 10_000
-"""Of a field that holds a list of names."""
-MAX_WAIT_MS = 60_000
+ANSWERS_DEFAULT = 100
+LAST_REFUSED_S = 0.5
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """`answers` is set whenever a node answers a push, joins or is lost; `ask` puts a command to every worker."""
+    """`answers` is set whenever a node answers a push, joins or is lost; `ask` puts a command to every worker of this replica."""
 
     def __init__(
-        self, replica: Replica, fleet: Fleet, answers: Watch[None], metrics: ControlMetrics, ask: AskWorkers
+        self,
+        replica: Replica,
+        fleet: Fleet,
+        answers: Watch[None],
+        metrics: ControlMetrics,
+        ask: AskWorkers,
+        peers: Peers,
+        leader: Leader,
+        log: Answers,
     ) -> None:
         self._replica = replica
         self._ask = ask
         self._fleet = fleet
-        self._answers = answers
-        self._metrics = metrics
+        self._peers = peers
+        self._leader = leader
+        self._log = log
+        self._writer = Writer(replica, fleet, answers, metrics, peers)
 
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
         async with guarded(context):
@@ -78,120 +76,128 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def SetPolicy(self, request: admin_pb2.SetPolicyRequest, context: Any) -> admin_pb2.SetPolicyResponse:
         async with guarded(context):
-            try:
-                _check(request)
-            except InvalidRequest:
-                self._metrics.puts.labels("invalid").inc()
-                raise
-            caller = dict(context.invocation_metadata() or ()).get("traceparent", "")
-            attributes = {
-                "trimtab.author": request.author,
-                "trimtab.reason": request.reason,
-                **{f"trimtab.field.{path}": text for path, text in request.fields.items()},
-            }
-            with tracer().start_as_current_span(
-                "policy.put", context=parse_traceparent(caller), attributes=attributes
-            ) as span:
-                parent = traceparent(span)
-                try:
-                    outcome = await self._change(request, parent)
-                except (PolicyRefused, Conflict, StoreUnavailable) as e:
-                    fail(span, e, e.reason)
-                    raise
-                span.set_attribute("trimtab.policy", str(outcome.stored.identity))
-            waits = outcome.written and request.wait_ms > 0
-            nodes = await self._wait(outcome.stored.identity, min(request.wait_ms, MAX_WAIT_MS)) if waits else ()
-            return admin_pb2.SetPolicyResponse(
-                identity=encode_identity(outcome.stored.identity),
-                spec_version=outcome.stored.spec_version,
-                changes=_encode_changes(outcome.changes),
-                nodes=[_encode_policy_state(m) for m in nodes],
-                trace_id=parent[3:35],
-            )
+            return admin_pb2.SetPolicyResponse(**await self._writer.write(request, set_work, _caller(context)))
 
-    async def _change(self, request: admin_pb2.SetPolicyRequest, parent: str) -> Outcome:
-        """The change, counted by outcome; a refused attempt goes into the history."""
-        count = self._metrics.puts.labels
-        try:
-            outcome = await self._replica.change(
-                dict(request.fields),
-                lambda: [m.hello.node for m in self._fleet.connected()],
-                author=request.author,
-                reason=request.reason,
-                expect_version=request.expect_version if request.HasField("expect_version") else None,
-                dry_run=request.dry_run,
-                traceparent=parent,
-            )
-        except PolicyRefused as e:
-            count("refused").inc()
-            log.info(
-                "policy refused", author=request.author, fields=dict(request.fields), cause=e.cause, because=e.message
-            )
-            if not request.dry_run:
-                await self._record_refused(request, e)
-            raise
-        except Conflict:
-            count("conflict").inc()
-            raise
-        except StoreUnavailable:
-            count("unavailable").inc()
-            raise
-        count("written" if outcome.written else "dry_run" if request.dry_run else "unchanged").inc()
-        return outcome
+    async def ApplyPolicy(self, request: admin_pb2.ApplyPolicyRequest, context: Any) -> admin_pb2.ApplyPolicyResponse:
+        async with guarded(context):
+            return admin_pb2.ApplyPolicyResponse(**await self._writer.write(request, apply_work, _caller(context)))
 
-    async def _record_refused(self, request: admin_pb2.SetPolicyRequest, error: PolicyRefused) -> None:
-        stored = self._newest()
-        tried = ", ".join(f"{path}={text}" for path, text in request.fields.items())
-        because = f"{tried}: {error.message}"
-        entry = Entry(
-            stored.identity, stored.spec_version, request.author, request.reason, unix_ms(), refused_because=because
-        )
-        try:
-            await self._replica.store.record_refused(entry)
-        except StoreUnavailable as e:
-            log.warning("refused attempt not recorded", because=e.message)
+    async def PinPolicy(self, request: admin_pb2.PinPolicyRequest, context: Any) -> admin_pb2.PinPolicyResponse:
+        async with guarded(context):
+            return admin_pb2.PinPolicyResponse(**await self._writer.write(request, pin_work, _caller(context)))
 
-    async def _wait(self, identity: Identity, wait_ms: int) -> list[Member]:
-        """Connected workers, once all have answered or the time is over. A worker that is lost meanwhile is not waited for."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_ms / 1000):
-                while True:
-                    version = self._answers.version
-                    if all(m.answered(identity) for m in self._fleet.connected(Role.WORKER)):
-                        break
-                    await self._answers.until(version)
-        return self._fleet.connected(Role.WORKER)
+    async def GetPolicyRevision(
+        self, request: admin_pb2.GetPolicyRevisionRequest, context: Any
+    ) -> admin_pb2.GetPolicyRevisionResponse:
+        async with guarded(context):
+            newest = self._newest().identity
+            wanted = Identity(request.epoch or newest.epoch, request.revision)
+            entries = await self._replica.store.history(PAST_LENGTH)
+            # Controllers' writes leave the spec as it is: at one of theirs it is that of the person before.
+            entry = next((e for e in entries if not e.refused_because and e.identity <= wanted), None)
+            snapshot = None
+            if entry is not None and entry.identity.epoch == wanted.epoch and Identity() < wanted <= newest:
+                snapshot = await self._replica.store.revision(entry.identity.epoch, entry.identity.revision)
+            if snapshot is None or entry is None:
+                message = (
+                    f"the history does not tell the policy as of {wanted}; `trimtab policy history` shows what it tells"
+                )
+                raise InvalidRequest(message, violations=(Violation("revision", message),))
+            return admin_pb2.GetPolicyRevisionResponse(
+                entry=encode_entry(entry), spec=encode_spec(spec_of(decode_document(snapshot.document)))
+            )
 
     async def ListPolicyHistory(
         self, request: admin_pb2.ListPolicyHistoryRequest, context: Any
     ) -> admin_pb2.ListPolicyHistoryResponse:
         async with guarded(context):
-            entries = await self._replica.store.history(request.limit or HISTORY_DEFAULT)
-            return admin_pb2.ListPolicyHistoryResponse(entries=[_encode_entry(e) for e in entries])
+            limit = request.limit or HISTORY_DEFAULT
+            entries = await self._replica.store.history(limit, controllers=request.controllers)
+            return admin_pb2.ListPolicyHistoryResponse(entries=[encode_entry(e) for e in entries])
+
+    async def ListPolicyAnswers(
+        self, request: admin_pb2.ListPolicyAnswersRequest, context: Any
+    ) -> admin_pb2.ListPolicyAnswersResponse:
+        async with guarded(context):
+            kept: list[Answer] = []
+            with contextlib.suppress(StoreUnavailable):
+                kept = await self._replica.store.answers()
+            # What waits for the store is told as well; all that it holds already comes once.
+            known = dict.fromkeys((*self._log.pending, *kept))
+            newest = sorted(known, key=lambda a: a.at_unix_ms, reverse=True)
+            found = chosen(
+                newest,
+                node_id=request.node_id,
+                epoch=request.identity.epoch,
+                revision=request.identity.revision,
+                limit=request.limit or ANSWERS_DEFAULT,
+            )
+            return admin_pb2.ListPolicyAnswersResponse(answers=[encode_answer(a) for a in found])
 
     async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: Any) -> admin_pb2.GetFleetResponse:
         async with guarded(context):
             newest, now = self._replica.newest.value, time.monotonic()
+            here = {m.node_id: m for m in (self._fleet.local() if request.local else self._fleet)}
+            # Elsewhere only who they are is known here; what they said last is asked for.
+            nodes = {name: encode_member(m, now) for name, m in here.items()}
+            if not request.local:
+                for answer in (await self._peers.ask("GetFleet", admin_pb2.GetFleetRequest(local=True))).values():
+                    if isinstance(answer, admin_pb2.GetFleetResponse):
+                        for node in answer.nodes:
+                            name = node.hello.node_id
+                            if name not in here or here[name].replica == answer.replica_id:
+                                nodes[name] = node
+            me = self._me(newest)
+            for name, node in nodes.items():
+                node.replica_id = node.replica_id or (here[name].replica if name in here else "") or me.replica_id
             return admin_pb2.GetFleetResponse(
                 desired=encode_identity(newest.identity) if newest else None,
-                nodes=[_encode_member(m, now) for m in self._fleet],
+                nodes=[nodes[name] for name in sorted(nodes)],
                 store=self._store_state(),
-                last_refused=await self._last_refused(),
+                last_refused=None if request.local else await self._last_refused(),
+                replica_id=me.replica_id,
+                replicas=[me, *sorted(self._peers.states(), key=lambda r: r.replica_id)],
             )
 
+    def _me(self, newest: Stored | None) -> admin_pb2.ReplicaState:
+        led = self._leader.leads
+        return admin_pb2.ReplicaState(
+            replica_id=self._peers.replica_id,
+            address=self._peers.address,
+            leader=led is not None,
+            term=led.term if led else 0,
+            nodes=sum(m.connected for m in self._fleet.local()),
+            newest=encode_identity(newest.identity) if newest else None,
+        )
+
+    async def AwaitPolicy(self, request: admin_pb2.AwaitPolicyRequest, context: Any) -> admin_pb2.AwaitPolicyResponse:
+        async with guarded(context):
+            identity, wait_ms = decode_identity(request.identity), min(request.wait_ms, MAX_WAIT_MS)
+            nodes = await self._writer.answers(identity, wait_ms, local=request.local)
+            return admin_pb2.AwaitPolicyResponse(nodes=nodes)
+
     async def _last_refused(self) -> admin_pb2.PolicyHistoryEntry | None:
-        """The newest entry of the log when it is a refusal; the fleet is shown without it while the store is away."""
-        with contextlib.suppress(StoreUnavailable):
-            newest = await self._replica.store.history(1)
+        """The newest entry of the log when it is a refusal; the fleet is shown without it while the store is away or slow."""
+        if not self._replica.store.state.connected:
+            return None
+        with contextlib.suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(LAST_REFUSED_S):
+                newest = await self._replica.store.history(1)
             if newest and newest[0].refused_because:
-                return _encode_entry(newest[0])
+                return encode_entry(newest[0])
         return None
+
+    async def WhoAmI(self, request: admin_pb2.WhoAmIRequest, context: Any) -> admin_pb2.WhoAmIResponse:
+        async with guarded(context):
+            grant = granted()
+            role = grant.role.name.lower() if grant.role else ""
+            return admin_pb2.WhoAmIResponse(identity=grant.caller.name, role=role, by=grant.caller.by)
 
     async def SteerRequests(
         self, request: admin_pb2.SteerRequestsRequest, context: Any
     ) -> admin_pb2.SteerRequestsResponse:
         async with guarded(context):
-            return await steer(request, self._ask, self._fleet)
+            return await steer(request, self._ask, self._fleet, self._peers)
 
     def _newest(self) -> Stored:
         stored = self._replica.newest.value
@@ -214,57 +220,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return Node("a node without overlays", limits=Limits(max_model_len=longest))
 
     def _store_state(self) -> admin_pb2.StoreState:
-        state = self._replica.store.state
-        return admin_pb2.StoreState(connected=state.connected, description=state.description)
+        return encode_store(self._replica.store.state)
 
 
-def _check(request: admin_pb2.SetPolicyRequest) -> None:
-    """Every fault of the request itself, before anything is looked up."""
-    faults = who_and_why(request.author, request.reason)
-    if not request.fields:
-        faults.append(Violation("fields", "name at least one field to set"))
-    if len(request.fields) > MAX_FIELDS:
-        faults.append(Violation("fields", f"at most {MAX_FIELDS} at once"))
-    words = []
-    for path, text in request.fields.items():
-        lists = path in FIELDS and FIELDS[path].kind is Kind.NAMES
-        words += [("fields", path, MAX_FIELD_CHARS), ("fields", text, MAX_NAMES_CHARS if lists else MAX_FIELD_CHARS)]
-    refuse_if(faults + unfit(words))
-
-
-def _encode_changes(changes: Iterable[Change]) -> list[admin_pb2.FieldChange]:
-    return [admin_pb2.FieldChange(field=c.field, before=shown(c.before), after=shown(c.after)) for c in changes]
-
-
-def _encode_entry(e: Entry) -> admin_pb2.PolicyHistoryEntry:
-    return admin_pb2.PolicyHistoryEntry(
-        identity=encode_identity(e.identity),
-        spec_version=e.spec_version,
-        author=e.author,
-        reason=e.reason,
-        written_unix_ms=e.written_unix_ms,
-        changes=_encode_changes(e.changes),
-        refused_because=e.refused_because,
-    )
-
-
-def _encode_policy_state(m: Member) -> admin_pb2.NodePolicyState:
-    r = m.refusal
-    return admin_pb2.NodePolicyState(
-        node_id=m.node_id,
-        applied=encode_identity(m.applied) if m.applied > Identity() else None,
-        apply_ms=m.apply_ms,
-        refused=encode_identity(r.identity) if r else None,
-        refusal=control_pb2.PolicyRefused(reason=r.reason, field=r.field, message=r.message) if r else None,
-    )
-
-
-def _encode_member(m: Member, now: float) -> admin_pb2.FleetNode:
-    return admin_pb2.FleetNode(
-        hello=encode_hello(m.hello),
-        report=encode_report(m.report) if m.report else None,
-        policy=_encode_policy_state(m),
-        connected=m.connected,
-        seconds_since_report=now - m.heard_at,
-        seconds_connected=(m.lost_at or now) - m.joined_at,
-    )
+def _caller(context: Any) -> str:
+    return str(dict(context.invocation_metadata() or ()).get("traceparent", ""))

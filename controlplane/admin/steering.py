@@ -6,17 +6,23 @@ Nothing is written anywhere: what was asked, by whom, why and with what effect i
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable
 from typing import Protocol
 
 import structlog
 
+from controlplane.access import Role
 from controlplane.admin.checks import refuse_if, unfit, who_and_why
-from controlplane.fleet import Fleet
+from controlplane.fleet import Fleet, Member
+from controlplane.gatekeeper import granted
+from controlplane.peers import ASK_S, Peers
 from trimtab.codec import decode_match
 from trimtab.errors import Violation
-from trimtab.messages import RequestMatch, Role
+from trimtab.kit.tls import PLAIN
+from trimtab.messages import RequestMatch
+from trimtab.messages import Role as NodeRole
 from trimtab.policy import FIELDS
 from trimtab.v1 import admin_pb2, control_pb2
 from trimtab.validation import MAX_REQUEST_ID
@@ -39,17 +45,23 @@ class AskWorkers(Protocol):
 
 
 async def steer(
-    request: admin_pb2.SteerRequestsRequest, ask: AskWorkers, fleet: Fleet
+    request: admin_pb2.SteerRequestsRequest, ask: AskWorkers, fleet: Fleet, peers: Peers
 ) -> admin_pb2.SteerRequestsResponse:
-    """InvalidRequest before any worker is asked."""
+    """This replica's workers and, unless the request is `local`, those of the others. InvalidRequest before any worker is asked."""
+    grant = granted()
+    if grant.caller != PLAIN and grant.role < Role.ADMIN:
+        request.author = grant.caller.name
     meant = decode_match(request.match)
     _check(request, meant)
     command = _command(request)
-    results = await ask(command, within_s=ANSWER_S)
+    results, elsewhere = await asyncio.gather(ask(command, within_s=ANSWER_S), _ask_peers(request, peers))
     nodes = [_encode(node_id, result) for node_id, result in results.items()]
-    lost = [m.node_id for m in fleet if m.hello.role is Role.WORKER and m.node_id not in results]
-    words = "not asked: it has no control stream now"
-    nodes += [admin_pb2.NodeSteered(node_id=name, reason="NOT_CONNECTED", message=words) for name in lost]
+    nodes += [node for node in elsewhere if node.node_id not in results]
+    answered = {node.node_id for node in nodes}
+    members = fleet.local() if request.local else list(fleet)
+    for m in members:
+        if m.hello.role is NodeRole.WORKER and m.node_id not in answered:
+            nodes.append(_unheard(m))
     action = request.WhichOneof("action")
     log.info(
         "requests steered",
@@ -67,6 +79,26 @@ async def steer(
         nodes={node.node_id: node.affected if node.done else node.reason for node in nodes},
     )
     return admin_pb2.SteerRequestsResponse(nodes=sorted(nodes, key=lambda node: node.node_id))
+
+
+async def _ask_peers(request: admin_pb2.SteerRequestsRequest, peers: Peers) -> list[admin_pb2.NodeSteered]:
+    """What the other replicas' workers made of it."""
+    if request.local:
+        return []
+    forwarded = admin_pb2.SteerRequestsRequest()
+    forwarded.CopyFrom(request)
+    forwarded.local = True
+    answers = await peers.ask("SteerRequests", forwarded, within_s=ANSWER_S + ASK_S)
+    known = [a for a in answers.values() if isinstance(a, admin_pb2.SteerRequestsResponse)]
+    return [node for answer in known for node in answer.nodes if node.reason != "NOT_CONNECTED"]
+
+
+def _unheard(m: Member) -> admin_pb2.NodeSteered:
+    if m.replica and m.connected:
+        words = f"replica {m.replica}, which it is connected to, gave no answer; it may have done it"
+        return admin_pb2.NodeSteered(node_id=m.node_id, reason="NO_ANSWER", message=words)
+    words = "not asked: it has no control stream now"
+    return admin_pb2.NodeSteered(node_id=m.node_id, reason="NOT_CONNECTED", message=words)
 
 
 def _check(request: admin_pb2.SteerRequestsRequest, meant: RequestMatch) -> None:

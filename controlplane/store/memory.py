@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from controlplane.store import (
+    ANSWERS_BATCH,
+    ANSWERS_LENGTH,
     LOG_LENGTH,
+    PAST_LENGTH,
     RESENT_WITHIN,
+    Answer,
     Entry,
+    Lease,
     Moved,
+    Peer,
+    Receipt,
     Stored,
     StoreState,
     Write,
+    WriteKind,
     entry_of,
+    fenced,
     stale,
 )
 from trimtab.kit.watch import Watch
-from trimtab.snapshot import Identity
+from trimtab.snapshot import Identity, Snapshot
 
 
 class MemoryStore:
-    """Belongs to one event loop."""
+    """Belongs to one event loop. `clock` gives seconds, for what runs out: the lease, and replicas that are silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stored: Watch[Stored | None] = Watch(None)
         self._log: deque[tuple[str, Entry]] = deque(maxlen=LOG_LENGTH)
+        self._past: deque[tuple[Entry, Snapshot | None]] = deque(maxlen=PAST_LENGTH)
+        self._clock = clock
+        self._granted = Lease("", 0)
+        self._led_until = 0.0
+        self._peers: dict[str, tuple[Peer, float]] = {}
+        self._answers: deque[Answer] = deque(maxlen=ANSWERS_LENGTH * ANSWERS_BATCH)
 
     @property
     def state(self) -> StoreState:
@@ -34,25 +51,76 @@ class MemoryStore:
     async def load(self) -> Stored | None:
         return self._stored.value
 
-    async def put(self, write: Write) -> None:
+    async def put(self, write: Write) -> Receipt:
         held = self._stored.value
         identity, version = (held.identity, held.spec_version) if held else (Identity(), 0)
         if identity != write.upon:
             newest = list(self._log)[-RESENT_WITHIN:]
             if any(request_id == write.request_id for request_id, _ in newest):
-                return
+                return Receipt()
+        if write.lease is not None and write.lease != self._granted:
+            raise fenced(write.lease, f"{self._granted.term} of {self._granted.holder}")
         if write.expect_version not in (None, version):
             raise stale(write.expect_version or 0, version)
         if identity != write.upon:
             raise Moved(f"the store holds {identity}, the write was built on {write.upon}")
-        self._log.append((write.request_id, entry_of(write.stored)))
+        if write.term_floor > self._granted.term:
+            self._granted = Lease("", write.term_floor)
+        entry = entry_of(write.stored)
+        self._log.append((write.request_id, entry))
+        if write.stored.kind is not WriteKind.CONTROLLER:
+            self._past.append((entry, write.stored.snapshot))
         self._stored.set(write.stored)
+        return Receipt()
 
     async def record_refused(self, entry: Entry) -> None:
-        self._log.append(("", entry))
+        self._past.append((entry, None))
 
-    async def history(self, limit: int) -> list[Entry]:
-        return [entry for _, entry in reversed(self._log)][:limit]
+    async def history(self, limit: int, *, controllers: bool = False) -> list[Entry]:
+        entries = [e for _, e in self._log] if controllers else [e for e, _ in self._past]
+        return entries[::-1][:limit]
+
+    async def revision(self, epoch: int, revision: int) -> Snapshot | None:
+        wanted = Identity(epoch, revision)
+        return next((s for _, s in self._past if s is not None and s.identity == wanted), None)
+
+    async def lease(self, holder: str, *, ttl_ms: int, floor: int) -> Lease:
+        now = self._clock()
+        led = now < self._led_until
+        mine = led and self._granted.holder == holder and self._granted.term >= floor
+        if led and self._granted.holder not in ("", holder):
+            return self._granted
+        if not mine:
+            self._granted = Lease(holder, max(self._granted.term, floor) + 1)
+        self._led_until = now + ttl_ms / 1000
+        return self._granted
+
+    async def release(self, lease: Lease) -> None:
+        if lease == self._granted:
+            self._led_until = 0.0
+
+    async def record_answers(self, answers: Sequence[Answer]) -> None:
+        self._answers.extend(answers)
+
+    async def answers(self) -> list[Answer]:
+        return list(self._answers)[::-1]
+
+    async def announce(self, peer: Peer, *, ttl_ms: int) -> bool:
+        held = self._peers.get(peer.replica_id)
+        nodes = peer.nodes if peer.nodes is not None else held[0].nodes if held is not None else None
+        self._peers[peer.replica_id] = (dataclasses.replace(peer, nodes=nodes), self._clock() + ttl_ms / 1000)
+        return nodes is not None
+
+    async def peers(self, known: Mapping[str, int]) -> list[Peer]:
+        now = self._clock()
+        self._peers = {name: held for name, held in self._peers.items() if held[1] > now}
+        return [
+            dataclasses.replace(peer, nodes=None) if known.get(name) == peer.seq else peer
+            for name, (peer, _) in self._peers.items()
+        ]
+
+    async def withdraw(self, replica_id: str) -> None:
+        self._peers.pop(replica_id, None)
 
     async def watch(self) -> AsyncGenerator[Stored | None, None]:
         async for stored in self._stored.follow():

@@ -50,6 +50,8 @@ BENCHES = {
         "run",
         "how long a policy takes from the engine's channel to its acknowledgement",
     ),
+    "soak": Bench("services.bench.push.soak", "run", "ten minutes of puts: what every process's memory does"),
+    "push": Bench("services.bench.push.course", "run", "from a policy's put to its holding in up to a thousand nodes"),
 }
 
 

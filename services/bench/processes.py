@@ -210,7 +210,7 @@ async def grpc_serving(address: str) -> bool:
 
     from trimtab.kit import rpc
 
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, "worker") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)

@@ -18,6 +18,7 @@ import structlog
 from trimtab.codec import decode_snapshot
 from trimtab.errors import PolicyRefused
 from trimtab.kit.rpc import cancel_and_wait, channel
+from trimtab.kit.tls import CertificateError, Tls
 from trimtab.snapshot import Snapshot
 from trimtab.v1 import control_pb2, control_pb2_grpc
 
@@ -40,7 +41,8 @@ OnCommand = Callable[[control_pb2.Command], Awaitable[control_pb2.CommandResult 
 class ControlLink:
     """`hello` and `report` are asked anew each time. `on_push` gets (snapshot, sent_unix_ms, traceparent) and answers what became of it;
     what it raises is answered as a refusal. `on_fleet` gets each view as it comes;
-    the first ones after a control plane's start are partial. `on_command` answers None for what it does not know.
+    the first ones after a control plane's start are partial. `on_command` answers None for what it does not know. `tls` is for a process
+    that is several nodes; one node's is the process's.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ControlLink:
         on_fleet: OnFleet | None = None,
         on_command: OnCommand | None = None,
         report_interval_s: float = 0.8,
+        tls: Tls | None = None,
     ) -> None:
         if not addresses:
             raise ValueError("the control link needs at least one address")
@@ -63,6 +66,7 @@ class ControlLink:
         self._on_fleet = on_fleet
         self._on_command = on_command
         self._report_interval_s = report_interval_s
+        self._tls = tls
         self._sequence = 0
         self._sessions = 0
         self._outbox: deque[control_pb2.ConnectRequest] = deque(maxlen=MAX_PENDING)
@@ -105,7 +109,12 @@ class ControlLink:
 
     async def _session(self, address: str) -> str:
         """One stream, from Hello to its end, and why it ended."""
-        async with channel(address) as link:
+        try:
+            opened = channel(address, "control", tls=self._tls)
+        except CertificateError as e:
+            # Certificates that are just being renewed, or that somebody took away.
+            return str(e)
+        async with opened as link:
             call = control_pb2_grpc.ControlServiceStub(link).Connect()
             try:
                 async with asyncio.timeout(CONNECT_S):

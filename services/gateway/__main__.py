@@ -30,6 +30,7 @@ from services.gateway.settings import GatewaySettings
 from trimtab.errors import Draining
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
+from trimtab.kit.tls import tls_of, warn_plain
 from trimtab.messages import Workload
 from trimtab.snapshot import Node
 
@@ -63,13 +64,14 @@ class Gateway:
         self.health = aio.HealthServicer()
         self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
         door = OpenAiDoor(self.dispatch, max_body_bytes=s.max_body_bytes)
-        self.http = HttpServer(door.handle, s.http, max_body_bytes=s.max_body_bytes)
+        self.http = HttpServer(door.handle, s.http, max_body_bytes=s.max_body_bytes, tls=tls_of(s, s.mesh))
         self._background: list[asyncio.Task[None]] = []
         self.grpc_port = 0
 
     async def start(self) -> None:
         """PortTaken when a port is; nothing is left running then."""
-        self.grpc_port = rpc.bind(self.grpc, self.settings.listen)
+        tls = tls_of(self.settings, self.settings.mesh)
+        self.grpc_port = rpc.bind(self.grpc, self.settings.listen, tls, clients_need_one=self.settings.client_certs)
         await self.http.start()
         await self.keeper.start()
         self.endpoints.start()
@@ -170,6 +172,8 @@ def main(config_file: str | None, **flags: Any) -> None:
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"gateway {s.node_id}", level=s.log_level)
+    rpc.use_tls(tls_of(s, s.mesh))
+    warn_plain((s.listen, s.http), tls_of(s, s.mesh))
     provider = telemetry.setup_tracing(f"gateway-{s.node_id}", process.state_dir(s.mesh))
     code = 0
     try:

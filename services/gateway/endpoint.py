@@ -19,6 +19,7 @@ import structlog
 from trimtab import codec
 from trimtab.errors import EngineDead, InvalidRequest, TrimtabError
 from trimtab.kit import rpc
+from trimtab.kit.tls import CertificateError
 from trimtab.messages import Load, NodeState
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
 
@@ -127,8 +128,7 @@ class Endpoint:
         self._gateway_id = gateway_id
         self._asks_model = asks_model
         self._on_dropped = on_dropped
-        self._channel = rpc.channel(address)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._open()
         self._streams: dict[str, Stream] = {}
         self._outgoing: asyncio.Queue[inference_pb2.AttachRequest] = asyncio.Queue()
         self._fatal: asyncio.Future[str] | None = None
@@ -203,6 +203,8 @@ class Endpoint:
         try:
             while not self.retiring:
                 was_up = await self._session()
+                if not was_up:
+                    await self._open_anew()
                 backoff = BACKOFF_S if was_up else min(MAX_BACKOFF_S, backoff * 2)
                 if not self.retiring:
                     await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
@@ -210,6 +212,22 @@ class Endpoint:
             self.state = LinkState.CLOSED
             self._down("closed")
             await self._channel.close()
+
+    def _open(self) -> None:
+        self._channel = rpc.channel(self.address, "worker")
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def _open_anew(self) -> None:
+        """With the certificate as it is now: the one that this channel has may have run out."""
+        if not rpc.uses_tls():
+            return
+        old = self._channel
+        try:
+            self._open()
+        except CertificateError as e:
+            log.warning("certificate not read", because=str(e))
+        else:
+            await old.close()
 
     async def until_idle(self) -> None:
         """Wait until what runs here has ended, or the link has died."""

@@ -14,6 +14,7 @@ from aiohttp import http_exceptions, web
 
 from services.gateway import openai_errors as errors
 from trimtab.kit import rpc
+from trimtab.kit.tls import HttpCertificate, Tls
 
 MAX_LINE_BYTES = 8190
 """The request line at most."""
@@ -70,7 +71,9 @@ class _Server(web.Server):
 class HttpServer:
     """Listens from `start` to `stop`. PortTaken names the holder of a taken port."""
 
-    def __init__(self, handler: Handler, address: str, *, max_body_bytes: int) -> None:
+    def __init__(self, handler: Handler, address: str, *, max_body_bytes: int, tls: Tls | None = None) -> None:
+        self._certificate = HttpCertificate(tls) if tls is not None else None
+        self._renewing: asyncio.Task[None] | None = None
         self._handler = handler
         self._address = address
         self._max_body_bytes = max_body_bytes
@@ -91,14 +94,19 @@ class HttpServer:
         await self._runner.setup()
         host, port = self._address.rsplit(":", 1)
         try:
-            await web.TCPSite(self._runner, host, int(port), backlog=1024).start()
+            secured = self._certificate.context if self._certificate is not None else None
+            await web.TCPSite(self._runner, host, int(port), backlog=1024, ssl_context=secured).start()
         except OSError as e:
             await self._runner.cleanup()
             if e.errno == errno.EADDRINUSE:
                 raise rpc.PortTaken(rpc.port_taken(self._address)) from e
             raise
         self.port = self._runner.addresses[0][1]
+        if self._certificate is not None:
+            self._renewing = asyncio.create_task(self._certificate.renew())
 
     async def stop(self) -> None:
+        if self._renewing is not None:
+            await rpc.cancel_and_wait(self._renewing)
         if self._runner is not None:
             await self._runner.cleanup()

@@ -31,6 +31,7 @@ from services.worker.steering import Steering
 from trimtab.errors import EngineDead
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
+from trimtab.kit.tls import tls_of, warn_plain
 from trimtab.messages import NodeState
 from trimtab.policy import Policy
 
@@ -99,7 +100,7 @@ def obedience(engine: Engine, gate: Gate) -> Callable[[Policy], Awaitable[int]]:
 async def compose(s: WorkerSettings) -> Worker:
     """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    port = rpc.bind(server, s.listen)
+    port = rpc.bind(server, s.listen, tls_of(s, s.mesh))
     engine = build_engine(s)
     await engine.start()
     node = node_of(s, engine)
@@ -121,7 +122,7 @@ async def compose(s: WorkerSettings) -> Worker:
     )
     host = s.listen.rsplit(":", 1)[0]
     membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics, Commands(steering))
-    servicer = InferenceServicer(serving, gate, lambda: engine.pulse().step_no, engine.limits.max_model_len)
+    servicer = InferenceServicer(serving, gate, lambda: engine.pulse().step_no, engine.limits.max_model_len, s.mesh)
     register(server, servicer, health.servicer)
     return Worker(s, engine, serving, health, metrics, server, membership, stopping)
 
@@ -188,6 +189,8 @@ def main(config_file: str | None, **flags: Any) -> None:
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"worker {s.node_id}", level=s.log_level)
+    rpc.use_tls(tls_of(s, s.mesh))
+    warn_plain((s.listen,), tls_of(s, s.mesh))
     provider = telemetry.setup_tracing(f"worker-{s.node_id}", process.state_dir(s.mesh))
     try:
         code = uvloop.run(serve(s))

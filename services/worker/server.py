@@ -16,8 +16,9 @@ from services.worker.attach import Link
 from services.worker.gate import Gate
 from services.worker.serving import Serving
 from trimtab import codec
-from trimtab.errors import DeadlineExceeded
+from trimtab.errors import DeadlineExceeded, PermissionDenied
 from trimtab.kit import rpc
+from trimtab.kit.tls import PLAIN, Caller, caller_of
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -34,7 +35,8 @@ def register(server: grpc.aio.Server, servicer: InferenceServicer, health: aio.H
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, serving: Serving, gate: Gate, step_no: Any, max_model_len: int) -> None:
+    def __init__(self, serving: Serving, gate: Gate, step_no: Any, max_model_len: int, mesh: str = "default") -> None:
+        self._mesh = mesh
         self._serving = serving
         self._gate = gate
         self._step_no = step_no
@@ -58,6 +60,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_iterator: AsyncIterator[inference_pb2.AttachRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[inference_pb2.AttachResponse]:
+        async with rpc.guarded(context):
+            caller = caller_of(context.auth_context(), self._mesh)
+            if caller not in (PLAIN, Caller("gateway", caller.name, caller.by)):
+                raise PermissionDenied(f"Attach is for gateways of the mesh; you are {caller.name!r}")
         async with rpc.guarded(context), aclosing(Link(self._serving, self._gate, self._step_no)) as link:
             reader = asyncio.create_task(link.read(request_iterator))
             try:

@@ -106,6 +106,7 @@ class Serving:
             kind=trace.SpanKind.SERVER,
             attributes={"trimtab.request_id": request.request_id, "trimtab.worker": self._worker_id},
         )
+        span.set_attribute("trimtab.policy", str(self._keeper.held))
         arrival = time.monotonic()
         progress = Progress()
         self.unfinished += 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.kit.config import check, setting
+from trimtab.kit.tls import TlsSettings, faults
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(TlsSettings):
     node_id: str = setting("w0", "name of this worker, unique in the mesh")
     mesh: str = setting("default", "mesh that this worker belongs to; names its state directory")
     pool: str = setting("default", "pool that this worker belongs to")
@@ -36,6 +37,8 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         check(self, "worker", addresses=("listen", "metrics", "control"), names=("node_id", "mesh"))
+        if wrong := faults("worker", self, (self.listen,)):
+            raise ValueError("\n".join(wrong))
         if self.engine not in ("vllm", "simulated"):
             raise ValueError(f"worker engine must be vllm or simulated, not {self.engine!r}")
         if self.max_num_seqs < 1 or self.max_step_tokens < self.max_num_seqs:

@@ -90,7 +90,7 @@ def test_a_prefix_is_enough() -> None:
 def test_an_unknown_id_lists_the_newest() -> None:
     result = run("ef")
     assert result.exit_code == 1
-    assert "no trace ef in mesh default; the newest are:\n  cdcd" in result.stderr
+    assert "; the newest are:\n  cdcd" in result.stderr
     assert json.loads(run("ef", "--json").stdout)["error"]["newest"] == ["cd" * 16, "ab" * 16]
 
 

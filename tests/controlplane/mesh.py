@@ -19,6 +19,7 @@ from services.control import ControlLink
 from trimtab import codec
 from trimtab.errors import PolicyRefused
 from trimtab.kit.rpc import cancel_and_wait
+from trimtab.kit.tls import Tls
 from trimtab.kit.watch import Watch
 from trimtab.messages import Hello, NodeState, Report, Role
 from trimtab.policy import POLICY_SCHEMA
@@ -37,7 +38,7 @@ class FakeNode:
 
     def __init__(
         self,
-        address: str,
+        address: str | list[str],
         node_id: str = "w0",
         *,
         role: Role = Role.WORKER,
@@ -45,10 +46,13 @@ class FakeNode:
         limits: Limits = ROOMY,
         schema: int = POLICY_SCHEMA,
         held: Identity = NONE,
+        tls: Tls | None = None,
     ) -> None:
         self.node = Node(node_id, limits=limits, policy_schema=schema)
         self.held: Watch[Identity] = Watch(held)
         self.active: list[int] = []
+        self.backwards = 0
+        self._highest = held
         self.views: Watch[control_pb2.FleetView | None] = Watch(None)
         self.begun: Watch[int] = Watch(0)
         self.ready = asyncio.Event()
@@ -60,13 +64,14 @@ class FakeNode:
         self._incarnation = incarnation
         self._task: asyncio.Task[None] | None = None
         self.link = ControlLink(
-            [address],
+            [address] if isinstance(address, str) else address,
             self._hello,
             self._report,
             on_push=self._on_push,
             on_fleet=self.views.set,
             on_command=self._on_command,
             report_interval_s=0.1,
+            tls=tls,
         )
 
     def _hello(self) -> control_pb2.Hello:
@@ -88,6 +93,8 @@ class FakeNode:
             case _:
                 resolved = resolve(codec.decode_document(snapshot.document), self.node, now_unix_ms=sent_unix_ms)
         self.active.append(resolved.policy.batch.active)
+        self.backwards += snapshot.identity < self._highest
+        self._highest = max(self._highest, snapshot.identity)
         self.held.set(snapshot.identity)
         return control_pb2.PolicyResult(applied=control_pb2.PolicyApplied(step_no=1, apply_ms=0.5))
 

@@ -142,7 +142,10 @@ async def test_set_says_what_changed_and_who_applied_it(shell: Shell) -> None:
     again = await shell("policy", "set", "batch.active=8")
     assert (again.exit_code, "nothing to change" in again.stdout) == (0, True)
     answer = await shell.json("policy", "set", "batch.active=default")
-    assert answer["changes"] == [{"field": "batch.active", "before": 8, "after": None}]
+    assert answer["changes"] == [{"field": "batch.active", "scope": "", "before": 8, "after": None}]
+    assert answer["durability"] == {"committed": True, "replicas": 0, "wanted": 0}
+    assert "committed" in result.stdout
+    assert again.stdout.count("committed") == 0
     assert [(n["node_id"], n["answer"]) for n in answer["nodes"]] == [("w0", "applied")]
 
 

@@ -1,57 +1,32 @@
-"""Earlier policies, told from the log: pure first, then as a user types the verbs."""
+"""Earlier policies: pure first, then as a user types the verbs."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from controlplane import cli_history
-from controlplane.history import Net, as_of, net, revision
+from controlplane.history import between, revision
+from controlplane.spec import Spec
 from tests.controlplane.shell import Shell
 from trimtab.errors import InvalidRequest
+from trimtab.policy import Change
+from trimtab.snapshot import Pin, Scope, ScopeKind
 
 
-def entry(number: int, *changes: tuple[str, str, str], epoch: int = 1, refused: str = "") -> Any:
-    identity = SimpleNamespace(epoch=epoch, revision=number)
-    found = [SimpleNamespace(field=f, before=b, after=a) for f, b, a in changes]
-    return SimpleNamespace(identity=identity, changes=found, refused_because=refused)
-
-
-@given(
-    st.lists(
-        st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["default", "1", "2", "3"]), min_size=1), max_size=12
+def test_what_differs_between_two_specs_is_told_as_a_change_is() -> None:
+    slow = Scope(ScopeKind.POOL, ("slow",))
+    first = Spec({"batch.active": 8}, {slow: {"batch.active": 4}})
+    last = Spec({"paths.hot_below": 100}, {}, (Pin("batch.active", "ada", ""),))
+    assert between(first, last) == (
+        Change("batch.active", 8, None),
+        Change("paths.hot_below", None, 100),
+        Change("batch.active", 4, None, "pool/slow"),
+        Change("batch.active", "free", "pinned", "pin"),
     )
-)
-def test_what_was_set_at_a_revision_is_told_from_what_came_after(writes: list[dict[str, str]]) -> None:
-    fields: dict[str, str] = {}
-    past, entries = [dict(fields)], []
-    for number, write in enumerate(writes, 2):
-        changes = [(f, fields.get(f, "default"), said) for f, said in write.items()]
-        entries.insert(0, entry(number, *changes))
-        entries.insert(0, entry(number, ("a", "1", "9"), refused="too much"))
-        fields = {f: said for f, said in {**fields, **write}.items() if said != "default"}
-        past.append(dict(fields))
-    newest = len(writes) + 1
-    for number in range(1, newest + 1):
-        assert as_of(fields, net(entries, 1, number, newest)) == past[number - 1]
-
-
-def test_a_field_that_came_back_does_not_differ() -> None:
-    entries = [entry(3, ("a", "2", "1"), ("b", "1", "2")), entry(2, ("a", "1", "2"))]
-    assert net(entries, 1, 1, 3) == [Net("b", "1", "2")]
-
-
-def test_a_log_that_was_cut_says_how_far_it_goes() -> None:
-    entries = [entry(n, ("a", str(n - 1), str(n))) for n in (9, 8, 7)]
-    assert net(entries, 1, 6, 9) == [Net("a", "6", "9")]
-    with pytest.raises(
-        InvalidRequest, match=r"no longer reaches back to revision 1\.3; the oldest that it can tell is 1\.6"
-    ):
-        net(entries, 1, 3, 9)
+    assert between(first, first) == ()
 
 
 @pytest.mark.parametrize(
@@ -60,13 +35,13 @@ def test_a_log_that_was_cut_says_how_far_it_goes() -> None:
         ("x", "no revision"),
         ("-1", "no revision"),
         ("1.x", "no revision"),
-        ("2.3", "epoch 2"),
+        ("2.3", "no revision 2.3"),
         ("0", "no revision 1.0"),
         ("8", "newest is 1.7"),
     ],
 )
 def test_a_revision_that_there_is_not_is_refused(said: str, why: str) -> None:
-    assert (revision("7", 1, 7), revision("1.2", 1, 7)) == (7, 2)
+    assert (revision("7", 1, 7), revision("1.2", 2, 7)) == ((1, 7), (1, 2))
     with pytest.raises(InvalidRequest, match=why):
         revision(said, 1, 7)
 
@@ -85,11 +60,12 @@ async def test_show_diff_and_rollback(shell: Shell) -> None:
     }
     assert "batch.active=4" in (await shell("policy", "show", "1.3")).stdout
     assert (await shell.json("policy", "diff", "2"))["changes"] == [
-        {"field": "batch.active", "before": 8, "after": None},
-        {"field": "paths.hot_below", "before": None, "after": 100},
+        {"field": "batch.active", "scope": "", "before": 8, "after": None},
+        {"field": "paths.hot_below", "scope": "", "before": None, "after": 100},
     ]
     assert (await shell.json("policy", "diff", "3", "2"))["changes"][0] == {
         "field": "batch.active",
+        "scope": "",
         "before": 4,
         "after": 8,
     }
@@ -110,14 +86,14 @@ async def test_a_rollback_does_not_overwrite_what_somebody_changes_meanwhile(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await shell("policy", "set", "batch.active=8")).exit_code == 0
-    real = cli_history._looked_back
+    real = cli_history._at
 
     async def meanwhile(client: Any, said: str) -> Any:
         found = await real(client, said)
         await client.set_policy({"batch.active": "9"}, author="somebody else")
         return found
 
-    monkeypatch.setattr(cli_history, "_looked_back", meanwhile)
+    monkeypatch.setattr(cli_history, "_at", meanwhile)
     result = await shell("policy", "rollback", "1")
     assert result.exit_code == 4, "in conflict, and nothing is changed"
     assert (await shell.json("policy", "show", "3"))["fields"] == {"batch.active": 9}
@@ -142,3 +118,86 @@ async def test_explain_says_where_a_value_comes_from_and_who_changed_it(shell: S
     assert said.count("cid") == 1, "who wrote the policy last, but not its change of another field"
     assert (await shell("policy", "explain", "batch.activ")).exit_code == 2
     assert "nobody has changed it" in (await shell("policy", "explain", "serial.above")).stdout
+
+
+POLICY_FILE = """
+fields:
+  batch: {active: 8}
+overlays:
+  - pool: slow
+    fields: {batch: {active: 4}}
+pins: [paths.hot_below]
+"""
+
+
+async def test_a_file_is_applied_shown_and_read_again(shell: Shell, tmp_path: Path) -> None:
+    await shell("policy", "set", "batch.hard_cap=4")
+    file = tmp_path / "policy.yaml"
+    file.write_text(POLICY_FILE)
+    tried = await shell("policy", "apply", "-f", str(file), "--dry-run")
+    assert (tried.exit_code, "nothing was written" in tried.stdout) == (0, True)
+    done = await shell.json("policy", "apply", "-f", str(file), "--author", "ada")
+    assert [(c["scope"], c["field"], c["before"], c["after"]) for c in done["changes"]] == [
+        ("", "batch.active", None, 8),
+        ("", "batch.hard_cap", 4, None),
+        ("pool/slow", "batch.active", None, 4),
+        ("pin", "paths.hot_below", "free", "pinned"),
+    ]
+    shown = await shell.json("policy", "show")
+    assert shown["overlays"] == [{"scope": "pool/slow", "fields": {"batch.active": 4}}]
+    assert [(p["field"], p["author"]) for p in shown["pins"]] == [("paths.hot_below", "ada")]
+    file.write_text((await shell("policy", "show", "--yaml")).stdout)
+    again = await shell("policy", "apply", "-f", str(file))
+    assert (again.exit_code, "nothing to change" in again.stdout) == (0, True)
+    await shell("policy", "set", "batch.active=9")
+    late = await shell("policy", "apply", "-f", str(file))
+    assert (late.exit_code, "somebody else" in late.output) == (4, True)
+
+
+async def test_a_bad_file_writes_nothing_and_names_its_faults(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("fields: {batch: {activ: 8}}\nmore: 1\n")
+    result = await shell("policy", "apply", "-f", str(file))
+    assert result.exit_code == 2
+    assert "did you mean batch.active?" in result.output
+    assert "more: is unknown" in result.output
+    assert (await shell.json("policy", "show"))["identity"]["revision"] == 1
+
+
+async def test_a_pool_has_fields_of_its_own(shell: Shell) -> None:
+    result = await shell("policy", "set", "batch.active=4", "--for", "pool/slow")
+    assert "pool/slow: batch.active: 48 (default) → 4" in result.stdout
+    assert (await shell.json("policy", "get", "batch.active", "--node", "w0"))["fields"]["batch.active"]["value"] == 48
+    await shell("policy", "set", "batch.active=5", "--for", "node/w0")
+    here = (await shell.json("policy", "get", "batch.active", "--node", "w0"))["fields"]["batch.active"]
+    assert (here["value"], here["source"]) == (5, "overlay node/w0 (node)")
+    wrong = await shell("policy", "set", "batch.active=4", "--for", "slow")
+    assert (wrong.exit_code, "pool/NAME" in wrong.output) == (2, True)
+
+
+async def test_a_pin_is_set_shown_and_taken_away(shell: Shell) -> None:
+    pinned = await shell("policy", "pin", "batch.active", "--reason", "mine", "--author", "ada")
+    assert "pin: batch.active: free → pinned" in pinned.stdout
+    assert "pinned by ada: batch.active" in (await shell("policy", "show")).stdout
+    assert "pin: batch.active" in (await shell("policy", "history")).stdout
+    again = await shell("policy", "pin", "batch.active")
+    assert (again.exit_code, "nothing to change" in again.stdout) == (0, True)
+    assert (await shell("policy", "unpin", "batch.active")).exit_code == 0
+    assert (await shell.json("policy", "show"))["pins"] == []
+
+
+async def test_a_rollback_brings_overlays_and_pins_back(shell: Shell) -> None:
+    await shell("policy", "set", "batch.active=4", "--for", "pool/slow")
+    await shell("policy", "pin", "batch.active")
+    await shell("policy", "rollback", "1")
+    assert (await shell.json("policy", "show"))["overlays"] == []
+    await shell("policy", "rollback", "3")
+    shown = await shell.json("policy", "show")
+    assert (len(shown["overlays"]), len(shown["pins"])) == (1, 1)
+
+
+async def test_a_schema_is_printed(shell: Shell) -> None:
+    from click.testing import CliRunner
+
+    found = CliRunner().invoke(cli_history.policy, ["schema"])
+    assert '"$schema"' in found.stdout

@@ -53,7 +53,7 @@ async def test_it_waits_for_its_store_then_serves_and_stops_when_told(tmp_path: 
     process = await a_process(tmp_path, "--redis", f"redis://127.0.0.1:{store}", "--listen", listen)
     try:
         await line_with(process, "store away")
-        async with channel(listen) as link, AdminClient(listen) as admin:
+        async with channel(listen, "control") as link, AdminClient(listen) as admin:
             health = health_pb2_grpc.HealthStub(link)
             asked = health_pb2.HealthCheckRequest(service="trimtab.v1.ControlService")
             assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING

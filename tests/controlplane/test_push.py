@@ -165,7 +165,7 @@ async def test_a_killed_node_is_lost_at_once(mesh: Mesh) -> None:
 async def test_a_silent_node_with_an_open_stream_is_lost(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watchdog.SILENCE_S + watchdog.TICK_S <= 3.0
     monkeypatch.setattr(watchdog, "SILENCE_S", 0.2)
-    async with channel(mesh.address) as link:
+    async with channel(mesh.address, "control") as link:
         call = control_pb2_grpc.ControlServiceStub(link).Connect()
         await call.write(control_pb2.ConnectRequest(hello=a_hello()))
         await mesh.until(lambda fleet: "w0" in fleet)
@@ -178,7 +178,7 @@ async def test_a_silent_node_with_an_open_stream_is_lost(mesh: Mesh, monkeypatch
 
 
 async def test_a_new_incarnation_ends_the_old_stream_and_its_late_messages(mesh: Mesh) -> None:
-    async with channel(mesh.address) as link:
+    async with channel(mesh.address, "control") as link:
         old = control_pb2_grpc.ControlServiceStub(link).Connect()
         await old.write(control_pb2.ConnectRequest(hello=a_hello("old")))
         assert (await old.read()).HasField("policy_push")  # type: ignore[union-attr]
@@ -206,7 +206,7 @@ def a_hello(incarnation: str = "i1", role: Role = Role.WORKER) -> control_pb2.He
 async def test_a_stream_that_does_not_begin_with_a_whole_hello_is_refused(
     mesh: Mesh, first: control_pb2.ConnectRequest | None
 ) -> None:
-    async with channel(mesh.address) as link:
+    async with channel(mesh.address, "control") as link:
         call = control_pb2_grpc.ControlServiceStub(link).Connect()
         if first is not None:
             await call.write(first)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.store import Entry, Moved, PolicyStore, Stored, Write, open_store, reseed
+from controlplane.store import Entry, Moved, PolicyStore, Receipt, Stored, Write, WriteKind, open_store, reseed
 from controlplane.store.memory import MemoryStore
 from controlplane.store.redis import RedisStore
 from tests.controlplane.mesh import PATIENCE_S, a_snapshot
@@ -89,9 +89,9 @@ async def test_of_concurrent_writers_one_wins(store: PolicyStore) -> None:
     first = await seeded(store)
     writes = [a_write(a_stored(1, 2, 1, active=active), first) for active in range(1, 21)]
     outcomes = await asyncio.gather(*(store.put(w) for w in writes), return_exceptions=True)
-    won = [w for w, outcome in zip(writes, outcomes, strict=True) if outcome is None]
+    won = [w for w, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Receipt)]
     assert len(won) == 1
-    assert all(isinstance(o, Moved) for o in outcomes if o is not None)
+    assert all(isinstance(o, Moved | Receipt) for o in outcomes)
     assert await store.load() == won[0].stored
 
 
@@ -109,7 +109,9 @@ async def test_a_resent_put_succeeds_and_writes_once(store: PolicyStore) -> None
 
 async def test_history_is_newest_first_with_refused_attempts_in_it(store: PolicyStore) -> None:
     first = await seeded(store)
-    refused = Entry(first.identity, 0, "bob", "too much", 1_700_000_000_001, (), "batch.active=0: out of range")
+    refused = Entry(
+        first.identity, 0, "bob", "too much", 1_700_000_000_001, (), "batch.active=0: out of range", WriteKind.REFUSED
+    )
     await store.record_refused(refused)
     await store.put(a_write(a_stored(1, 2, 1), first))
     newest, attempt, oldest = await store.history(10)
@@ -150,7 +152,13 @@ async def test_reseeding_raises_the_epoch_above_store_and_nodes(store: PolicySto
 
     async def again(document: Document, above: int) -> Stored:
         return await reseed(
-            store, document, found=await store.load(), above=above, spec_version=4, reason="behind", now_unix_ms=1
+            store,
+            document,
+            upon=(await store.load() or first).identity,
+            above=above,
+            spec_version=4,
+            reason="behind",
+            now_unix_ms=1,
         )
 
     raised = await again(document, 7)
@@ -159,13 +167,13 @@ async def test_reseeding_raises_the_epoch_above_store_and_nodes(store: PolicySto
     assert raised.snapshot.document == first.snapshot.document
     assert (await again(document, 3)).identity.epoch == 9
     with pytest.raises(Moved):
-        await reseed(store, document, found=first, above=0, spec_version=0, reason="late", now_unix_ms=1)
+        await reseed(store, document, upon=first.identity, above=0, spec_version=0, reason="late", now_unix_ms=1)
 
 
 async def test_redis_takes_a_put_after_its_scripts_were_flushed(valkey_address: str) -> None:
     store = RedisStore(valkey_address, uuid.uuid4().hex)
     first = await seeded(store)
-    await store._redis.execute_command("SCRIPT", "FLUSH")
+    await store._at.redis.execute_command("SCRIPT", "FLUSH")
     await store.put(a_write(a_stored(1, 2, 1), first))
     assert [e.identity.revision for e in await store.history(10)] == [2, 1]
     await store.close()
@@ -174,8 +182,8 @@ async def test_redis_takes_a_put_after_its_scripts_were_flushed(valkey_address: 
 async def test_redis_keys_share_one_slot(valkey_address: str) -> None:
     store = RedisStore(valkey_address, "m1")
     await seeded(store)
-    keys = await store._redis.execute_command("KEYS", "tt:{m1}:*")
-    assert sorted(keys) == [b"tt:{m1}:log", b"tt:{m1}:meta", b"tt:{m1}:policy"]
+    keys = await store._at.redis.execute_command("KEYS", "tt:{m1}:*")
+    assert sorted(keys) == [b"tt:{m1}:" + k for k in (b"documents", b"log", b"meta", b"past", b"policy")]
     await store.close()
 
 
@@ -185,7 +193,7 @@ async def test_a_follower_sees_that_redis_was_emptied(valkey_address: str, monke
     first = await seeded(store)
     async with contextlib.aclosing(store.watch()) as states, asyncio.timeout(PATIENCE_S):
         assert await anext(states) == first
-        await store._redis.execute_command("DEL", "tt:{emptied}:meta", "tt:{emptied}:policy", "tt:{emptied}:log")
+        await store._at.redis.execute_command("DEL", "tt:{emptied}:meta", "tt:{emptied}:policy", "tt:{emptied}:log")
         assert await anext(states) is None
     await store.close()
 
@@ -193,7 +201,7 @@ async def test_a_follower_sees_that_redis_was_emptied(valkey_address: str, monke
 async def test_a_policy_that_does_not_match_its_digest_is_not_used(valkey_address: str) -> None:
     store = RedisStore(valkey_address, uuid.uuid4().hex)
     await seeded(store)
-    await store._redis.execute_command("HSET", store._policy, "document", b"half")
+    await store._at.redis.execute_command("HSET", store._policy, "document", b"half")
     with pytest.raises(StoreUnavailable, match="digest"):
         await store.load()
     await store.close()

@@ -28,7 +28,7 @@ def assert_nothing_left(gateway) -> None:
 async def test_a_grpc_client_that_cancels(start_worker, start_gateway):
     worker = await start_worker(script=one_token_then_hang)
     gateway = await start_gateway(worker)
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest(request_id="r", model="m", text="x")
         )
@@ -119,7 +119,7 @@ async def test_a_reader_that_takes_nothing_holds_back_only_itself(start_worker, 
 
     worker = await start_worker(script=endless)
     gateway = await start_gateway(worker)
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         slow = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest(request_id="slow", model="m", text="x")
         )
@@ -156,7 +156,7 @@ async def test_a_stuck_grpc_reader_is_given_up(start_worker, start_gateway):
     worker = await start_worker(script=endless)
     gateway = await start_gateway(worker)
     gateway.admission.stall_s = 0.3
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest(request_id="slow", model="m", text="x")
         )

@@ -122,7 +122,7 @@ async def test_a_request_without_deadline_gets_its_workloads(start_worker, start
 async def test_metadata_names_workload_and_request_where_the_message_does_not(start_worker, start_gateway):
     worker = await start_worker()
     gateway = await start_gateway(worker)
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         pb = inference_pb2.GenerateRequest(model="m", text="x")
         async for _ in stub.Generate(pb, metadata=(("x-workload", "batch"), ("x-request-id", "mine"))):
@@ -140,7 +140,7 @@ async def test_metadata_names_workload_and_request_where_the_message_does_not(st
 
 async def test_metadata_above_the_limit_is_refused_with_the_limit(start_worker, start_gateway):
     gateway = await start_gateway(await start_worker())
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest(model="m", text="x"), metadata=(("x-long", "y" * 40_000),)
         )
@@ -236,7 +236,7 @@ async def test_no_worker_is_its_own_error(start_gateway, client_of):
 
 async def test_attach_is_for_workers(start_gateway):
     gateway = await start_gateway()
-    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Attach()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

@@ -42,7 +42,7 @@ async def a_gateway(*flags: str):
 
 
 async def serving(address: str, want: int) -> None:
-    async with rpc.channel(address) as channel, asyncio.timeout(20):
+    async with rpc.channel(address, "gateway") as channel, asyncio.timeout(20):
         request = health_pb2.HealthCheckRequest(service="trimtab.v1.InferenceService")
         async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):
             if answer.status == want:

@@ -52,7 +52,13 @@ def test_every_field_of_the_tree_is_listed_once():
 
 
 def test_schema_numbers_are_unique_and_without_gap():
-    assert sorted(f.schema for f in p.FIELDS.values()) == list(range(1, p.POLICY_SCHEMA + 1))
+    numbers = [*(f.schema for f in p.FIELDS.values()), p.STATE_SCHEMA]
+    assert sorted(numbers) == list(range(1, p.POLICY_SCHEMA + 1))
+
+
+def test_a_rank_of_words_holds_all_of_them():
+    for f in p.FIELDS.values():
+        assert not f.restrictive or sorted(f.restrictive) == sorted(f.choices), f.path
 
 
 def test_schema_numbers_of_released_fields_stay():

@@ -81,7 +81,7 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     )
     port = rpc.bind(server, "127.0.0.1:0")
     await server.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+    async with rpc.channel(f"127.0.0.1:{port}", "worker") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         yield Rig(engine, gate, keeper, serving, health, metrics, f"127.0.0.1:{port}", stub, steering)
     await server.stop(0)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trimtab import messages as m
 from trimtab import snapshot as s
 from trimtab.codec.policy import decode_identity, encode_identity
 from trimtab.errors import InvalidRequest
 from trimtab.v1 import control_pb2, inference_pb2
+
+MAX_WORD = 512
+"""Characters of anything that a node calls itself."""
+MAX_LABELS = 64
+MAX_COUNTERS = 512
+MAX_SKETCHES = 6
+MAX_SKETCH_BYTES = 64 << 10
 
 _STATE = {k: getattr(control_pb2, f"NODE_STATE_{k.name}") for k in m.NodeState}
 _STATE_BACK = {v: k for k, v in _STATE.items()}
@@ -87,6 +94,12 @@ def decode_hello(pb: control_pb2.Hello) -> m.Hello:
         missing.append("role")
     if missing:
         raise InvalidRequest(f"Hello lacks {', '.join(missing)}")
+    said = [
+        getattr(pb, name) for name in ("node_id", "incarnation", "pool", "model", "build", "address", "metrics_address")
+    ]
+    _bounded(
+        "Hello", [*said, pb.limits.engine, *(x for pair in pb.labels.items() for x in pair)], len(pb.labels), MAX_LABELS
+    )
     return m.Hello(
         node=decode_node(pb),
         incarnation=pb.incarnation,
@@ -98,6 +111,14 @@ def decode_hello(pb: control_pb2.Hello) -> m.Hello:
         metrics_address=pb.metrics_address,
         pid=pb.pid,
     )
+
+
+def _bounded(what: str, words: Iterable[str], count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{what} has {count} entries where {most} are the most")
+    for word in words:
+        if len(word) > MAX_WORD or not word.isprintable():
+            raise InvalidRequest(f"{what} holds a word that is no line of {MAX_WORD} characters at most")
 
 
 def encode_report(x: m.Report) -> control_pb2.Report:
@@ -112,6 +133,10 @@ def encode_report(x: m.Report) -> control_pb2.Report:
 
 
 def decode_report(pb: control_pb2.Report) -> m.Report:
+    """InvalidRequest for one that is larger than any node of ours sends: what a node says is kept for as long as it lives."""
+    _bounded("Report", [*pb.counters, *pb.sketches], len(pb.counters), MAX_COUNTERS)
+    if len(pb.sketches) > MAX_SKETCHES or any(len(x) > MAX_SKETCH_BYTES for x in pb.sketches.values()):
+        raise InvalidRequest(f"a Report has {MAX_SKETCHES} sketches at most, of {MAX_SKETCH_BYTES} bytes each")
     return m.Report(
         pb.sequence, decode_state(pb.state), decode_load(pb.load), pb.steps, dict(pb.counters), dict(pb.sketches)
     )

@@ -121,10 +121,12 @@ def _encode_adjustment(a: s.Adjustment) -> policy_pb2.Adjustment:
         evidence=a.evidence,
         expires_unix_ms=a.expires_unix_ms,
     )
-    if a.factor is None:
-        pb.delta = a.delta
-    else:
+    if a.state is not None:
+        pb.state = a.state
+    elif a.factor is not None:
         pb.factor = a.factor
+    else:
+        pb.delta = a.delta
     return pb
 
 
@@ -138,6 +140,7 @@ def _decode_adjustment(pb: policy_pb2.Adjustment) -> s.Adjustment:
         expires_unix_ms=pb.expires_unix_ms,
         factor=pb.factor if pb.WhichOneof("change") == "factor" else None,
         delta=pb.delta,
+        state=pb.state if pb.WhichOneof("change") == "state" else None,
     )
 
 

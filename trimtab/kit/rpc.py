@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from trimtab.errors import BY_REASON, EngineFault, Internal, Outcome, TrimtabError, Violation, outcome_of
+from trimtab.kit.tls import Tls, channel_credentials, from_environment, server_credentials
 
 DOMAIN = "trimtab"
 MAX_MESSAGE_BYTES = 16 << 20
@@ -55,8 +56,31 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 log = structlog.get_logger(__name__)
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+_of_process: list[Tls | None] = []
+"""What `use_tls` said, once it did."""
+
+
+def use_tls(tls: Tls | None) -> None:
+    """How this process calls others from now on; without a word the environment says (`tls.from_environment`)."""
+    _of_process[:] = [tls]
+
+
+def uses_tls() -> bool:
+    """Whether channels of this process are TLS."""
+    return _using() is not None
+
+
+def _using() -> Tls | None:
+    return _of_process[0] if _of_process else from_environment()
+
+
+def channel(address: str, kind: str, *, tls: Tls | None = None) -> grpc.aio.Channel:
+    """To a server of this kind: control, worker or gateway. With TLS its name is checked. CertificateError where certificates can't be read."""
+    using = tls or _using()
+    if using is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", using.name_of(kind))]
+    return grpc.aio.secure_channel(address, channel_credentials(using), options=options)
 
 
 def encode_status(error: TrimtabError) -> status_pb2.Status:
@@ -177,10 +201,15 @@ class PortTaken(Exception):
     """The address can't be bound; the message names who holds it."""
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """Bind without TLS; the port (chosen when it was 0). PortTaken names the holder."""
+def bind(server: grpc.aio.Server, address: str, tls: Tls | None = None, *, clients_need_one: bool = True) -> int:
+    """Bind; the port (chosen when it was 0). With TLS callers need a certificate of the mesh, unless told otherwise. PortTaken names the
+    holder."""
     try:
-        port: int = server.add_insecure_port(address)
+        port: int
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(tls, clients_need_one=clients_need_one))
     except RuntimeError as e:
         raise PortTaken(port_taken(address)) from e
     if port == 0:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from trimtab.v1 import control_pb2 as _control_pb2
 from trimtab.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
@@ -19,6 +20,29 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _HistoryKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HistoryKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HistoryKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HISTORY_KIND_UNSPECIFIED: _HistoryKind.ValueType  # 0
+    HISTORY_KIND_PERSON: _HistoryKind.ValueType  # 1
+    HISTORY_KIND_CONTROLLER: _HistoryKind.ValueType  # 2
+    HISTORY_KIND_RESEED: _HistoryKind.ValueType  # 3
+    """The store was empty or behind, and got its policy back under a higher epoch."""
+    HISTORY_KIND_REFUSED: _HistoryKind.ValueType  # 4
+
+class HistoryKind(_HistoryKind, metaclass=_HistoryKindEnumTypeWrapper): ...
+
+HISTORY_KIND_UNSPECIFIED: HistoryKind.ValueType  # 0
+HISTORY_KIND_PERSON: HistoryKind.ValueType  # 1
+HISTORY_KIND_CONTROLLER: HistoryKind.ValueType  # 2
+HISTORY_KIND_RESEED: HistoryKind.ValueType  # 3
+"""The store was empty or behind, and got its policy back under a higher epoch."""
+HISTORY_KIND_REFUSED: HistoryKind.ValueType  # 4
+Global___HistoryKind: _TypeAlias = HistoryKind  # noqa: Y015
 
 @_typing.final
 class GetPolicyRequest(_message.Message):
@@ -118,22 +142,59 @@ class StoreState(_message.Message):
 
     CONNECTED_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
+    WRITABLE_FIELD_NUMBER: _builtins.int
+    REPLICAS_WANTED_FIELD_NUMBER: _builtins.int
     connected: _builtins.bool
     description: _builtins.str
     """The backend in words, and why it is not connected."""
+    writable: _builtins.bool
+    """It answers, and takes writes. A read-only replica, or one that misses its own replicas, takes none."""
+    replicas_wanted: _builtins.int
+    """Replicas that must have a write before it is called committed."""
     def __init__(
         self,
         *,
         connected: _builtins.bool = ...,
         description: _builtins.str = ...,
+        writable: _builtins.bool = ...,
+        replicas_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "description", b"description"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "description", b"description", "replicas_wanted", b"replicas_wanted", "writable", b"writable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreState: _TypeAlias = StoreState  # noqa: Y015
+
+@_typing.final
+class Durability(_message.Message):
+    """How safe a write is that the store took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    committed: _builtins.bool
+    """The replication that this control plane is configured for was acknowledged. False: accepted, not replicated; a failover may lose it."""
+    replicas: _builtins.int
+    """Replicas that acknowledged it in time."""
+    wanted: _builtins.int
+    def __init__(
+        self,
+        *,
+        committed: _builtins.bool = ...,
+        replicas: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "replicas", b"replicas", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 @_typing.final
 class SetPolicyRequest(_message.Message):
@@ -165,6 +226,7 @@ class SetPolicyRequest(_message.Message):
     EXPECT_VERSION_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     author: _builtins.str
     reason: _builtins.str
     expect_version: _builtins.int
@@ -177,6 +239,10 @@ class SetPolicyRequest(_message.Message):
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only the fields that it sets are changed. Text is parsed and checked by the server, against the field's type."""
 
+    @_builtins.property
+    def scope(self) -> _policy_pb2.Scope:
+        """Whom the fields are for: absent or mesh is everyone; a pool, a label or a node has an overlay of its own. A rollout is refused."""
+
     def __init__(
         self,
         *,
@@ -186,10 +252,11 @@ class SetPolicyRequest(_message.Message):
         expect_version: _builtins.int | None = ...,
         dry_run: _builtins.bool = ...,
         wait_ms: _builtins.int = ...,
+        scope: _policy_pb2.Scope | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "expect_version", b"expect_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "expect_version", b"expect_version", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "author", b"author", "dry_run", b"dry_run", "expect_version", b"expect_version", "fields", b"fields", "reason", b"reason", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "author", b"author", "dry_run", b"dry_run", "expect_version", b"expect_version", "fields", b"fields", "reason", b"reason", "scope", b"scope", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expect_version: _TypeAlias = _typing.Literal["expect_version"]  # noqa: Y015
     _WhichOneofArgType__expect_version: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version"]  # noqa: Y015
@@ -206,6 +273,7 @@ class SetPolicyResponse(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     trace_id: _builtins.str
     @_builtins.property
@@ -216,6 +284,10 @@ class SetPolicyResponse(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]:
         """Nodes' answers that came within wait_ms."""
 
+    @_builtins.property
+    def durability(self) -> Global___Durability:
+        """Absent where nothing was written."""
+
     def __init__(
         self,
         *,
@@ -224,10 +296,11 @@ class SetPolicyResponse(_message.Message):
         changes: _abc.Iterable[Global___FieldChange] | None = ...,
         nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
         trace_id: _builtins.str = ...,
+        durability: Global___Durability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,23 +313,511 @@ class FieldChange(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     field: _builtins.str
     before: _builtins.str
     after: _builtins.str
+    scope: _builtins.str
+    """Empty is the base; "pool/NAME", "label/KEY=VALUE" and "node/ID" an overlay; "pin" a pin; "adjustment/CONTROLLER" and the scope a
+    controller's adjustment.
+    """
     def __init__(
         self,
         *,
         field: _builtins.str = ...,
         before: _builtins.str = ...,
         after: _builtins.str = ...,
+        scope: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "field", b"field"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "field", b"field", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FieldChange: _TypeAlias = FieldChange  # noqa: Y015
+
+@_typing.final
+class PolicySpec(_message.Message):
+    """What people own: fields by scope, and pins. Text is parsed and checked by the server, against the field's type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FIELDS_FIELD_NUMBER: _builtins.int
+    OVERLAYS_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def overlays(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpecOverlay]: ...
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.Pin]: ...
+    def __init__(
+        self,
+        *,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        overlays: _abc.Iterable[Global___SpecOverlay] | None = ...,
+        pins: _abc.Iterable[_policy_pb2.Pin] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "overlays", b"overlays", "pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicySpec: _TypeAlias = PolicySpec  # noqa: Y015
+
+@_typing.final
+class SpecOverlay(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SCOPE_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scope(self) -> _policy_pb2.Scope: ...
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        scope: _policy_pb2.Scope | None = ...,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpecOverlay: _TypeAlias = SpecOverlay  # noqa: Y015
+
+@_typing.final
+class ApplyPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EXPECT_VERSION_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    author: _builtins.str
+    reason: _builtins.str
+    expect_version: _builtins.int
+    dry_run: _builtins.bool
+    wait_ms: _builtins.int
+    @_builtins.property
+    def spec(self) -> Global___PolicySpec: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___PolicySpec | None = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        expect_version: _builtins.int | None = ...,
+        dry_run: _builtins.bool = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "expect_version", b"expect_version", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "author", b"author", "dry_run", b"dry_run", "expect_version", b"expect_version", "reason", b"reason", "spec", b"spec", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expect_version: _TypeAlias = _typing.Literal["expect_version"]  # noqa: Y015
+    _WhichOneofArgType__expect_version: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_version) -> _WhichOneofReturnType__expect_version | None: ...
+
+Global___ApplyPolicyRequest: _TypeAlias = ApplyPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ApplyPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    SPEC_VERSION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    spec_version: _builtins.int
+    trace_id: _builtins.str
+    @_builtins.property
+    def identity(self) -> _policy_pb2.SnapshotIdentity: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]: ...
+    @_builtins.property
+    def durability(self) -> Global___Durability: ...
+    def __init__(
+        self,
+        *,
+        identity: _policy_pb2.SnapshotIdentity | None = ...,
+        spec_version: _builtins.int = ...,
+        changes: _abc.Iterable[Global___FieldChange] | None = ...,
+        nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
+        trace_id: _builtins.str = ...,
+        durability: Global___Durability | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyPolicyResponse: _TypeAlias = ApplyPolicyResponse  # noqa: Y015
+
+@_typing.final
+class PinPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELDS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EXPECT_VERSION_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.bool
+    """False takes the pins away."""
+    author: _builtins.str
+    reason: _builtins.str
+    expect_version: _builtins.int
+    dry_run: _builtins.bool
+    wait_ms: _builtins.int
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        fields: _abc.Iterable[_builtins.str] | None = ...,
+        pinned: _builtins.bool = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        expect_version: _builtins.int | None = ...,
+        dry_run: _builtins.bool = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "expect_version", b"expect_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "author", b"author", "dry_run", b"dry_run", "expect_version", b"expect_version", "fields", b"fields", "pinned", b"pinned", "reason", b"reason", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expect_version: _TypeAlias = _typing.Literal["expect_version"]  # noqa: Y015
+    _WhichOneofArgType__expect_version: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_version) -> _WhichOneofReturnType__expect_version | None: ...
+
+Global___PinPolicyRequest: _TypeAlias = PinPolicyRequest  # noqa: Y015
+
+@_typing.final
+class PinPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    SPEC_VERSION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    spec_version: _builtins.int
+    trace_id: _builtins.str
+    @_builtins.property
+    def identity(self) -> _policy_pb2.SnapshotIdentity: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]: ...
+    @_builtins.property
+    def durability(self) -> Global___Durability: ...
+    def __init__(
+        self,
+        *,
+        identity: _policy_pb2.SnapshotIdentity | None = ...,
+        spec_version: _builtins.int = ...,
+        changes: _abc.Iterable[Global___FieldChange] | None = ...,
+        nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
+        trace_id: _builtins.str = ...,
+        durability: Global___Durability | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPolicyResponse: _TypeAlias = PinPolicyResponse  # noqa: Y015
+
+@_typing.final
+class GetPolicyRevisionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """0 is the present epoch."""
+    revision: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPolicyRevisionRequest: _TypeAlias = GetPolicyRevisionRequest  # noqa: Y015
+
+@_typing.final
+class GetPolicyRevisionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entry(self) -> Global___PolicyHistoryEntry: ...
+    @_builtins.property
+    def spec(self) -> Global___PolicySpec: ...
+    def __init__(
+        self,
+        *,
+        entry: Global___PolicyHistoryEntry | None = ...,
+        spec: Global___PolicySpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPolicyRevisionResponse: _TypeAlias = GetPolicyRevisionResponse  # noqa: Y015
+
+@_typing.final
+class ListPolicyAnswersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Entries at most, newest first; 0 means 100."""
+    node_id: _builtins.str
+    """Only this node's, when set."""
+    @_builtins.property
+    def identity(self) -> _policy_pb2.SnapshotIdentity:
+        """Only those to this snapshot, when set."""
+
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        identity: _policy_pb2.SnapshotIdentity | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "limit", b"limit", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPolicyAnswersRequest: _TypeAlias = ListPolicyAnswersRequest  # noqa: Y015
+
+@_typing.final
+class ListPolicyAnswersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___PolicyAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPolicyAnswersResponse: _TypeAlias = ListPolicyAnswersResponse  # noqa: Y015
+
+@_typing.final
+class PolicyAnswer(_message.Message):
+    """What one node made of one push."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    APPLY_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    incarnation: _builtins.str
+    result: _builtins.str
+    """applied, refused or ignored_holding."""
+    at_unix_ms: _builtins.int
+    apply_ms: _builtins.float
+    reason: _builtins.str
+    """UPPER_SNAKE and words when refused."""
+    message: _builtins.str
+    @_builtins.property
+    def identity(self) -> _policy_pb2.SnapshotIdentity: ...
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        identity: _policy_pb2.SnapshotIdentity | None = ...,
+        result: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        apply_ms: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_ms", b"apply_ms", "at_unix_ms", b"at_unix_ms", "identity", b"identity", "incarnation", b"incarnation", "message", b"message", "node_id", b"node_id", "reason", b"reason", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyAnswer: _TypeAlias = PolicyAnswer  # noqa: Y015
+
+@_typing.final
+class AwaitPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
+    local: _builtins.bool
+    """Only the workers of the replica asked: what replicas ask of each other."""
+    @_builtins.property
+    def identity(self) -> _policy_pb2.SnapshotIdentity: ...
+    def __init__(
+        self,
+        *,
+        identity: _policy_pb2.SnapshotIdentity | None = ...,
+        wait_ms: _builtins.int = ...,
+        local: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "local", b"local", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitPolicyRequest: _TypeAlias = AwaitPolicyRequest  # noqa: Y015
+
+@_typing.final
+class AwaitPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]:
+        """Connected workers and what they have."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitPolicyResponse: _TypeAlias = AwaitPolicyResponse  # noqa: Y015
+
+@_typing.final
+class WhoAmIRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhoAmIRequest: _TypeAlias = WhoAmIRequest  # noqa: Y015
+
+@_typing.final
+class WhoAmIResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """The certificate's name, the token's name, or "anonymous"."""
+    role: _builtins.str
+    """viewer, operator or admin."""
+    by: _builtins.str
+    """How it was found: certificate, token, or plain text on loopback."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        role: _builtins.str = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "identity", b"identity", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhoAmIResponse: _TypeAlias = WhoAmIResponse  # noqa: Y015
 
 @_typing.final
 class NodePolicyState(_message.Message):
@@ -299,16 +860,20 @@ class ListPolicyHistoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
+    CONTROLLERS_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """At most this many, newest first; 0 means 20."""
+    controllers: _builtins.bool
+    """Controllers' writes too; else those of people, refused attempts and re-seedings."""
     def __init__(
         self,
         *,
         limit: _builtins.int = ...,
+        controllers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controllers", b"controllers", "limit", b"limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,12 +910,20 @@ class PolicyHistoryEntry(_message.Message):
     WRITTEN_UNIX_MS_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     author: _builtins.str
     reason: _builtins.str
     written_unix_ms: _builtins.int
     refused_because: _builtins.str
     """Set for an attempt that was refused before any write; identity is then the one that stayed."""
+    kind: Global___HistoryKind.ValueType
+    term: _builtins.int
+    """The loop leader's fencing token, for a controller's write."""
+    evidence: _builtins.str
+    """What a controller had seen."""
     @_builtins.property
     def identity(self) -> _policy_pb2.SnapshotIdentity: ...
     @_builtins.property
@@ -365,10 +938,13 @@ class PolicyHistoryEntry(_message.Message):
         written_unix_ms: _builtins.int = ...,
         changes: _abc.Iterable[Global___FieldChange] | None = ...,
         refused_because: _builtins.str = ...,
+        kind: Global___HistoryKind.ValueType = ...,
+        term: _builtins.int = ...,
+        evidence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "changes", b"changes", "identity", b"identity", "reason", b"reason", "refused_because", b"refused_because", "spec_version", b"spec_version", "written_unix_ms", b"written_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "changes", b"changes", "evidence", b"evidence", "identity", b"identity", "kind", b"kind", "reason", b"reason", "refused_because", b"refused_because", "spec_version", b"spec_version", "term", b"term", "written_unix_ms", b"written_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,12 +954,17 @@ Global___PolicyHistoryEntry: _TypeAlias = PolicyHistoryEntry  # noqa: Y015
 class GetFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    LOCAL_FIELD_NUMBER: _builtins.int
+    local: _builtins.bool
+    """Only the nodes that are connected to the replica asked."""
     def __init__(
         self,
+        *,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,6 +978,10 @@ class GetFleetResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     LAST_REFUSED_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """The replica that answers."""
     @_builtins.property
     def desired(self) -> _policy_pb2.SnapshotIdentity:
         """The newest snapshot that this control plane has pushed."""
@@ -409,6 +994,8 @@ class GetFleetResponse(_message.Message):
     def last_refused(self) -> Global___PolicyHistoryEntry:
         """The newest attempt at a change, if it was refused before any write."""
 
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaState]: ...
     def __init__(
         self,
         *,
@@ -416,14 +1003,59 @@ class GetFleetResponse(_message.Message):
         nodes: _abc.Iterable[Global___FleetNode] | None = ...,
         store: Global___StoreState | None = ...,
         last_refused: Global___PolicyHistoryEntry | None = ...,
+        replica_id: _builtins.str = ...,
+        replicas: _abc.Iterable[Global___ReplicaState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "last_refused", b"last_refused", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "last_refused", b"last_refused", "nodes", b"nodes", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "last_refused", b"last_refused", "nodes", b"nodes", "replica_id", b"replica_id", "replicas", b"replicas", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetFleetResponse: _TypeAlias = GetFleetResponse  # noqa: Y015
+
+@_typing.final
+class ReplicaState(_message.Message):
+    """One process of the control plane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_HEARD_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    address: _builtins.str
+    """host:port of its gRPC server."""
+    leader: _builtins.bool
+    """It holds the lease of the loop leader."""
+    term: _builtins.int
+    """The lease's fencing token."""
+    nodes: _builtins.int
+    seconds_since_heard: _builtins.float
+    @_builtins.property
+    def newest(self) -> _policy_pb2.SnapshotIdentity: ...
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        leader: _builtins.bool = ...,
+        term: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        newest: _policy_pb2.SnapshotIdentity | None = ...,
+        seconds_since_heard: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leader", b"leader", "newest", b"newest", "nodes", b"nodes", "replica_id", b"replica_id", "seconds_since_heard", b"seconds_since_heard", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
 class FleetNode(_message.Message):
@@ -435,10 +1067,16 @@ class FleetNode(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_REPORT_FIELD_NUMBER: _builtins.int
     SECONDS_CONNECTED_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    JOINED_UNIX_MS_FIELD_NUMBER: _builtins.int
     connected: _builtins.bool
     """False once its stream is lost; the node is then forgotten after a while."""
     seconds_since_report: _builtins.float
     seconds_connected: _builtins.float
+    replica_id: _builtins.str
+    """The replica that it is connected to."""
+    joined_unix_ms: _builtins.int
+    """When its stream began, on that replica's clock."""
     @_builtins.property
     def hello(self) -> _control_pb2.Hello: ...
     @_builtins.property
@@ -454,10 +1092,12 @@ class FleetNode(_message.Message):
         connected: _builtins.bool = ...,
         seconds_since_report: _builtins.float = ...,
         seconds_connected: _builtins.float = ...,
+        replica_id: _builtins.str = ...,
+        joined_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "policy", b"policy", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "hello", b"hello", "policy", b"policy", "report", b"report", "seconds_connected", b"seconds_connected", "seconds_since_report", b"seconds_since_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "hello", b"hello", "joined_unix_ms", b"joined_unix_ms", "policy", b"policy", "replica_id", b"replica_id", "report", b"report", "seconds_connected", b"seconds_connected", "seconds_since_report", b"seconds_since_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,8 +1113,11 @@ class SteerRequestsRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     author: _builtins.str
     reason: _builtins.str
+    local: _builtins.bool
+    """Only the workers of the replica asked: what replicas ask of each other."""
     @_builtins.property
     def match(self) -> _control_pb2.RequestMatch: ...
     @_builtins.property
@@ -492,10 +1135,11 @@ class SteerRequestsRequest(_message.Message):
         release: Global___ReleaseAction | None = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "isolate", b"isolate", "match", b"match", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "author", b"author", "isolate", b"isolate", "match", b"match", "reason", b"reason", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "author", b"author", "isolate", b"isolate", "local", b"local", "match", b"match", "reason", b"reason", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reprioritise", "isolate", "release"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015

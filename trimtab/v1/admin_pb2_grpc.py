@@ -59,6 +59,36 @@ class AdminServiceStub:
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.FromString,
                 _registered_method=True)
+        self.ApplyPolicy = channel.unary_unary(
+                '/trimtab.v1.AdminService/ApplyPolicy',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ApplyPolicyRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ApplyPolicyResponse.FromString,
+                _registered_method=True)
+        self.PinPolicy = channel.unary_unary(
+                '/trimtab.v1.AdminService/PinPolicy',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.PinPolicyRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.PinPolicyResponse.FromString,
+                _registered_method=True)
+        self.GetPolicyRevision = channel.unary_unary(
+                '/trimtab.v1.AdminService/GetPolicyRevision',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionResponse.FromString,
+                _registered_method=True)
+        self.ListPolicyAnswers = channel.unary_unary(
+                '/trimtab.v1.AdminService/ListPolicyAnswers',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersResponse.FromString,
+                _registered_method=True)
+        self.AwaitPolicy = channel.unary_unary(
+                '/trimtab.v1.AdminService/AwaitPolicy',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.AwaitPolicyRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.AwaitPolicyResponse.FromString,
+                _registered_method=True)
+        self.WhoAmI = channel.unary_unary(
+                '/trimtab.v1.AdminService/WhoAmI',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -95,6 +125,48 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyPolicy(self, request, context):
+        """The whole spec at once: what it does not say goes back to the default.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPolicy(self, request, context):
+        """Fields that controllers are to leave alone, or may move again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPolicyRevision(self, request, context):
+        """The spec as it was after one write of the history.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicyAnswers(self, request, context):
+        """What nodes made of each push, and when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitPolicy(self, request, context):
+        """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WhoAmI(self, request, context):
+        """Whom the control plane takes the caller for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +194,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SteerRequests,
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.SerializeToString,
+            ),
+            'ApplyPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyPolicy,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ApplyPolicyRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ApplyPolicyResponse.SerializeToString,
+            ),
+            'PinPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPolicy,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.PinPolicyRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.PinPolicyResponse.SerializeToString,
+            ),
+            'GetPolicyRevision': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPolicyRevision,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionResponse.SerializeToString,
+            ),
+            'ListPolicyAnswers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicyAnswers,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersResponse.SerializeToString,
+            ),
+            'AwaitPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitPolicy,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.AwaitPolicyRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.AwaitPolicyResponse.SerializeToString,
+            ),
+            'WhoAmI': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhoAmI,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +361,168 @@ class AdminService:
             '/trimtab.v1.AdminService/SteerRequests',
             trimtab_dot_v1_dot_admin__pb2.SteerRequestsRequest.SerializeToString,
             trimtab_dot_v1_dot_admin__pb2.SteerRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ApplyPolicy',
+            trimtab_dot_v1_dot_admin__pb2.ApplyPolicyRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ApplyPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/PinPolicy',
+            trimtab_dot_v1_dot_admin__pb2.PinPolicyRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.PinPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPolicyRevision(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/GetPolicyRevision',
+            trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.GetPolicyRevisionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicyAnswers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ListPolicyAnswers',
+            trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ListPolicyAnswersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/AwaitPolicy',
+            trimtab_dot_v1_dot_admin__pb2.AwaitPolicyRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.AwaitPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhoAmI(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/WhoAmI',
+            trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.FromString,
             options,
             channel_credentials,
             insecure,

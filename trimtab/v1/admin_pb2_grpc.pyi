@@ -37,6 +37,18 @@ class AdminServiceStub:
     GetFleet: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]
     SteerRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SteerRequestsRequest, _admin_pb2.SteerRequestsResponse]
     """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
+    ApplyPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ApplyPolicyRequest, _admin_pb2.ApplyPolicyResponse]
+    """The whole spec at once: what it does not say goes back to the default."""
+    PinPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinPolicyRequest, _admin_pb2.PinPolicyResponse]
+    """Fields that controllers are to leave alone, or may move again."""
+    GetPolicyRevision: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRevisionRequest, _admin_pb2.GetPolicyRevisionResponse]
+    """The spec as it was after one write of the history."""
+    ListPolicyAnswers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyAnswersRequest, _admin_pb2.ListPolicyAnswersResponse]
+    """What nodes made of each push, and when."""
+    AwaitPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AwaitPolicyRequest, _admin_pb2.AwaitPolicyResponse]
+    """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+    WhoAmI: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]
+    """Whom the control plane takes the caller for."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -47,6 +59,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetFleet: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]  # type: ignore[assignment]
     SteerRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.SteerRequestsRequest, _admin_pb2.SteerRequestsResponse]  # type: ignore[assignment]
     """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
+    ApplyPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ApplyPolicyRequest, _admin_pb2.ApplyPolicyResponse]  # type: ignore[assignment]
+    """The whole spec at once: what it does not say goes back to the default."""
+    PinPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinPolicyRequest, _admin_pb2.PinPolicyResponse]  # type: ignore[assignment]
+    """Fields that controllers are to leave alone, or may move again."""
+    GetPolicyRevision: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRevisionRequest, _admin_pb2.GetPolicyRevisionResponse]  # type: ignore[assignment]
+    """The spec as it was after one write of the history."""
+    ListPolicyAnswers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyAnswersRequest, _admin_pb2.ListPolicyAnswersResponse]  # type: ignore[assignment]
+    """What nodes made of each push, and when."""
+    AwaitPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.AwaitPolicyRequest, _admin_pb2.AwaitPolicyResponse]  # type: ignore[assignment]
+    """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+    WhoAmI: _aio.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]  # type: ignore[assignment]
+    """Whom the control plane takes the caller for."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +108,53 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SteerRequestsResponse, _abc.Awaitable[_admin_pb2.SteerRequestsResponse]]:
         """Acts on requests that wait or run now, on every worker. Nothing is kept: requests that come later are not meant."""
+
+    @_abc_1.abstractmethod
+    def ApplyPolicy(
+        self,
+        request: _admin_pb2.ApplyPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ApplyPolicyResponse, _abc.Awaitable[_admin_pb2.ApplyPolicyResponse]]:
+        """The whole spec at once: what it does not say goes back to the default."""
+
+    @_abc_1.abstractmethod
+    def PinPolicy(
+        self,
+        request: _admin_pb2.PinPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PinPolicyResponse, _abc.Awaitable[_admin_pb2.PinPolicyResponse]]:
+        """Fields that controllers are to leave alone, or may move again."""
+
+    @_abc_1.abstractmethod
+    def GetPolicyRevision(
+        self,
+        request: _admin_pb2.GetPolicyRevisionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetPolicyRevisionResponse, _abc.Awaitable[_admin_pb2.GetPolicyRevisionResponse]]:
+        """The spec as it was after one write of the history."""
+
+    @_abc_1.abstractmethod
+    def ListPolicyAnswers(
+        self,
+        request: _admin_pb2.ListPolicyAnswersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListPolicyAnswersResponse, _abc.Awaitable[_admin_pb2.ListPolicyAnswersResponse]]:
+        """What nodes made of each push, and when."""
+
+    @_abc_1.abstractmethod
+    def AwaitPolicy(
+        self,
+        request: _admin_pb2.AwaitPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AwaitPolicyResponse, _abc.Awaitable[_admin_pb2.AwaitPolicyResponse]]:
+        """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+
+    @_abc_1.abstractmethod
+    def WhoAmI(
+        self,
+        request: _admin_pb2.WhoAmIRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WhoAmIResponse, _abc.Awaitable[_admin_pb2.WhoAmIResponse]]:
+        """Whom the control plane takes the caller for."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

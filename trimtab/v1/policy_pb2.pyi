@@ -848,6 +848,7 @@ class Adjustment(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
@@ -857,6 +858,8 @@ class Adjustment(_message.Message):
     factor: _builtins.float
     """In [0.1, 1]."""
     delta: _builtins.int
+    state: _builtins.str
+    """A word of a choice; of several, and of the spec's own, the most restrictive holds. Schema 32."""
     reason: _builtins.str
     evidence: _builtins.str
     expires_unix_ms: _builtins.int
@@ -871,15 +874,16 @@ class Adjustment(_message.Message):
         scope: Global___Scope | None = ...,
         factor: _builtins.float = ...,
         delta: _builtins.int = ...,
+        state: _builtins.str = ...,
         reason: _builtins.str = ...,
         evidence: _builtins.str = ...,
         expires_unix_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "delta", b"delta", "factor", b"factor", "scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "delta", b"delta", "factor", b"factor", "scope", b"scope", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "controller", b"controller", "delta", b"delta", "evidence", b"evidence", "expires_unix_ms", b"expires_unix_ms", "factor", b"factor", "field", b"field", "reason", b"reason", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "controller", b"controller", "delta", b"delta", "evidence", b"evidence", "expires_unix_ms", b"expires_unix_ms", "factor", b"factor", "field", b"field", "reason", b"reason", "scope", b"scope", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["factor", "delta"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["factor", "delta", "state"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 

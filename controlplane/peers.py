@@ -1,0 +1,219 @@
+"""The other replicas of this control plane: who they are, who is connected to them, and the way to ask them.
+
+Each replica tells the store that it lives, and who is connected to it; each reads what the others tell. So any replica knows the whole
+mesh, though a node talks to one alone. What changes with every push or report is not told: whoever wants it asks the replica itself.
+While the store is away what was told last stands: gateways go on with the workers that they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from controlplane.fleet import Fleet, Member
+from controlplane.leader import Leader
+from controlplane.store import Peer, PolicyStore
+from trimtab.codec import decode_hello, decode_report, encode_hello, encode_report
+from trimtab.errors import StoreUnavailable, TrimtabError
+from trimtab.kit.rpc import channel, from_call
+from trimtab.kit.tls import Tls
+from trimtab.messages import Report
+from trimtab.snapshot import Identity
+from trimtab.v1 import admin_pb2, admin_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+UNIX_S = time.time() - time.monotonic()
+"""From this process's monotonic clock to the wall's, taken once: what is told must not change by itself."""
+
+BEAT_S = 0.5
+"""A replica tells and reads this often, when nothing changes."""
+SETTLE_S = 0.05
+"""What changes meanwhile is told at once."""
+ALIVE_MS = 1500
+"""What a replica tells holds so long."""
+GRACE_S = 1.5
+"""A replica that the store knows no more is gone after this; its nodes have found another by then, or are lost. A store that was away or
+emptied knows nobody for a moment."""
+ASK_S = 2.0
+"""What a peer gets for its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A peer, and when this replica last heard of it, in seconds of its monotonic clock."""
+
+    peer: Peer
+    heard_at: float
+
+
+class Peers:
+    """`on_change` is called when nodes of another replica came, went or changed. `newest` gives what this replica pushes."""
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        fleet: Fleet,
+        leader: Leader,
+        *,
+        replica_id: str,
+        address: str,
+        newest: Callable[[], Identity],
+        on_change: Callable[[], None],
+        tls: Tls | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.address = address
+        self._store = store
+        self._fleet = fleet
+        self._leader = leader
+        self._newest = newest
+        self._on_change = on_change
+        self._tls = tls
+        self._seen: dict[str, Seen] = {}
+        self._calls: dict[str, Any] = {}
+        self._told: bytes = b""
+        # Above the numbers of an earlier process of the same name, so that whoever knew it reads anew.
+        self._seq = int(time.time() * 1000)
+        self._due = asyncio.Event()
+
+    def changed(self) -> None:
+        """Somebody joined or left this replica: tell it soon."""
+        self._due.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                await self.tell()
+                await self.look()
+            except StoreUnavailable:
+                now = time.monotonic()
+                self._seen = {name: Seen(seen.peer, now) for name, seen in self._seen.items()}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._due.wait()
+                    await asyncio.sleep(SETTLE_S)
+            self._due.clear()
+
+    async def tell(self) -> None:
+        nodes = encode_members(self._fleet.local())
+        if nodes != self._told:
+            self._seq += 1
+        led = self._leader.leads
+        newest = self._newest()
+        state = admin_pb2.ReplicaState(
+            replica_id=self.replica_id,
+            address=self.address,
+            leader=led is not None,
+            term=led.term if led else 0,
+            nodes=sum(m.connected for m in self._fleet.local()),
+        )
+        state.newest.epoch, state.newest.revision, state.newest.sha256 = newest.epoch, newest.revision, newest.sha256
+        peer = Peer(self.replica_id, self.address, self._seq, state.SerializeToString())
+        fresh = Peer(peer.replica_id, peer.address, peer.seq, peer.info, nodes)
+        if nodes == self._told and await self._store.announce(peer, ttl_ms=ALIVE_MS):
+            return
+        await self._store.announce(fresh, ttl_ms=ALIVE_MS)
+        self._told = nodes
+
+    async def look(self) -> None:
+        known = {name: seen.peer.seq for name, seen in self._seen.items()}
+        now = time.monotonic()
+        found = {p.replica_id: p for p in await self._store.peers(known) if p.replica_id != self.replica_id}
+        version = self._fleet.version
+        missing = [name for name in self._seen if name not in found]
+        for name in [name for name in missing if now - self._seen[name].heard_at >= GRACE_S]:
+            log.warning("replica gone", replica=name, address=self._seen[name].peer.address)
+            self._fleet.told(name, ())
+            del self._seen[name]
+            await self._hang_up(name)
+        for name, peer in found.items():
+            if name not in self._seen:
+                log.info("replica seen", replica=name, address=peer.address)
+            elif self._seen[name].peer.address != peer.address:
+                await self._hang_up(name)
+            self._seen[name] = Seen(peer, now)
+            if peer.nodes is not None:
+                self._fleet.told(name, decode_members(peer.nodes, name, now))
+        if self._fleet.version != version or set(known) != set(found):
+            self._on_change()
+
+    def states(self) -> list[admin_pb2.ReplicaState]:
+        """The others, as they told it."""
+        states = []
+        for seen in self._seen.values():
+            with contextlib.suppress(DecodeError):
+                state = admin_pb2.ReplicaState.FromString(seen.peer.info)
+                state.seconds_since_heard = time.monotonic() - seen.heard_at
+                states.append(state)
+        return states
+
+    async def ask(self, method: str, request: Any, *, within_s: float = ASK_S) -> dict[str, Any]:
+        """Every other replica's answer to `method` of the admin service, or its error, by replica id."""
+
+        async def one(name: str) -> Any:
+            try:
+                return await getattr(self._stub(name), method)(request, timeout=within_s)
+            except grpc.aio.AioRpcError as e:
+                return from_call(e)
+
+        names = list(self._seen)
+        answers = await asyncio.gather(*(one(name) for name in names))
+        return dict(zip(names, answers, strict=True))
+
+    def _stub(self, name: str) -> Any:
+        if name not in self._calls:
+            opened = channel(self._seen[name].peer.address, "control", tls=self._tls)
+            self._calls[name] = (opened, admin_pb2_grpc.AdminServiceStub(opened))
+        return self._calls[name][1]
+
+    async def _hang_up(self, name: str) -> None:
+        if name in self._calls:
+            await self._calls.pop(name)[0].close()
+
+    async def close(self) -> None:
+        """Tell the others that this replica ends."""
+        for name in list(self._calls):
+            await self._hang_up(name)
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.withdraw(self.replica_id)
+
+
+def encode_members(members: Iterable[Member]) -> bytes:
+    """Who is connected, without what changes all the time."""
+    nodes = []
+    for m in members:
+        if m.connected:
+            report = encode_report(Report(0, m.report.state)) if m.report else None
+            joined = int((m.joined_at + UNIX_S) * 1000)
+            nodes.append(admin_pb2.FleetNode(hello=encode_hello(m.hello), report=report, joined_unix_ms=joined))
+    return admin_pb2.GetFleetResponse(nodes=nodes).SerializeToString(deterministic=True)
+
+
+def decode_members(data: bytes, replica: str, now: float) -> list[Member]:
+    """Nothing of a peer that speaks another language than this build."""
+    try:
+        told = admin_pb2.GetFleetResponse.FromString(data)
+        return [
+            Member(
+                hello=decode_hello(n.hello),
+                session=0,
+                joined_at=n.joined_unix_ms / 1000 - UNIX_S,
+                heard_at=now,
+                report=decode_report(n.report) if n.HasField("report") else None,
+                replica=replica,
+            )
+            for n in told.nodes
+        ]
+    except (DecodeError, TrimtabError) as e:
+        log.error("a replica told what this one does not understand", replica=replica, error=str(e))
+        return []

@@ -1,0 +1,98 @@
+"""What happened to the policy, as one story: changes, refused attempts and nodes' answers, newest first. Pure.
+
+`trimtab why` tells it of everything, of one field, of one node, or of the time in which a request ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from controlplane.render import history_json, identity_json
+
+Place = tuple[int, int]
+"""(epoch, revision)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One entry of the history (PolicyHistoryEntry), and what nodes made of it (PolicyAnswer), oldest answer first."""
+
+    entry: Any
+    answers: tuple[Any, ...] = field(default=())
+
+    @property
+    def took_ms(self) -> float | None:
+        """From the write to the last node's answer, by the control planes' clocks; None without an answer."""
+        if not self.answers or self.entry.refused_because:
+            return None
+        return float(max(a.at_unix_ms for a in self.answers) - self.entry.written_unix_ms)
+
+
+def place(identity: Any) -> Place:
+    return (identity.epoch, identity.revision)
+
+
+def merged(people: Iterable[Any], all_writes: Iterable[Any]) -> list[Any]:
+    """Both logs as one, newest first, each entry once: the one holds refused attempts, the other controllers' writes."""
+    seen: set[tuple[Place, int, str]] = set()
+    entries = []
+    for e in (*people, *all_writes):
+        key = (place(e.identity), e.written_unix_ms, e.refused_because)
+        if key not in seen:
+            seen.add(key)
+            entries.append(e)
+    # A refused attempt comes after the write that it left in place.
+    return sorted(entries, key=lambda e: (place(e.identity), bool(e.refused_because), e.written_unix_ms), reverse=True)
+
+
+def chapters(entries: Sequence[Any], answers: Iterable[Any]) -> list[Chapter]:
+    by_place: dict[Place, list[Any]] = {}
+    for a in answers:
+        by_place.setdefault(place(a.identity), []).append(a)
+    return [Chapter(e, () if e.refused_because else _sorted(by_place.get(place(e.identity), ()))) for e in entries]
+
+
+def _sorted(answers: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(answers, key=lambda a: (a.at_unix_ms, a.node_id)))
+
+
+def of_field(story: Iterable[Chapter], path: str) -> list[Chapter]:
+    """Those that changed the field, or tried to: a refused attempt says what was tried in words, each field by its name."""
+    return [c for c in story if any(x.field == path for x in c.entry.changes) or f"{path}=" in c.entry.refused_because]
+
+
+def during(story: Iterable[Chapter], first_unix_ms: float, last_unix_ms: float) -> list[Chapter]:
+    """Those that were written between two moments."""
+    return [c for c in story if first_unix_ms <= c.entry.written_unix_ms <= last_unix_ms]
+
+
+def in_force(story: Iterable[Chapter], at: Place) -> Chapter | None:
+    """The one that wrote this revision."""
+    return next((c for c in story if not c.entry.refused_because and place(c.entry.identity) == at), None)
+
+
+def answer_json(a: Any) -> dict[str, Any]:
+    return {
+        "node_id": a.node_id,
+        "incarnation": a.incarnation,
+        "identity": identity_json(a.identity),
+        "result": a.result,
+        "at_unix_ms": a.at_unix_ms,
+        "apply_ms": a.apply_ms,
+        "reason": a.reason or None,
+        "message": a.message or None,
+    }
+
+
+def chapter_json(c: Chapter) -> dict[str, Any]:
+    return {**history_json([c.entry])[0], "took_ms": c.took_ms, "answers": [answer_json(a) for a in c.answers]}
+
+
+def rows(story: Iterable[Chapter]) -> Iterable[Mapping[str, Any]]:
+    """For export, one object a line: each change, then each answer to it; oldest first, so that a later export goes on where one ended."""
+    for c in reversed(list(story)):
+        yield {"row": "change", **history_json([c.entry])[0]}
+        for a in c.answers:
+            yield {"row": "answer", **answer_json(a)}

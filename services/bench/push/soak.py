@@ -1,0 +1,151 @@
+"""`trimtab bench soak`: ten minutes of ten puts a second to 200 nodes, and what every process's memory does meanwhile.
+
+Everything that is bounded is filled first (the store's log, nodes' answers), so that a slope says that something grows without a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from services.bench.checkpoint import new_directory
+from services.bench.goals import Goal
+from services.bench.options import Options
+from services.bench.processes import BenchError
+from services.bench.progress import progress
+from services.bench.push.course import Plane, herd, plane
+from services.bench.report import Report, command, machine
+from services.bench.stats import Bound, Estimate, quantile
+from trimtab.kit.cli import ExitCode, table
+
+NODES, REPLICAS, PUTS_PER_S = 200, 2, 10.0
+FULL_S, QUICK_S = 600.0, 60.0
+FILL_PUTS = 8600
+"""The store's log holds some 8,192 puts."""
+SAMPLE_S = 2.0
+SETTLED = 0.25
+"""The first quarter of the samples does not count: allocators and caches find their size."""
+BATCHES = 8
+"""The rest is cut into so many stretches; the slope's interval is from theirs, since neighbouring samples share their noise."""
+GOAL_KB_PER_MINUTE = 20.0
+"""Below this a process of 200 MB doubles in a week: what is called zero. Pages come in fours of KB, arenas of allocators in MB."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """One process's resident memory, in KB at seconds."""
+
+    name: str
+    samples: list[tuple[float, float]] = field(default_factory=list)
+
+    def slope(self) -> Estimate | None:
+        """KB a minute: the median of the slopes between stretches' medians, and their quartiles' spread as an interval (Theil and Sen)."""
+        kept = self.samples[int(len(self.samples) * SETTLED) :]
+        size = len(kept) // BATCHES
+        if size < 2:
+            return None
+        stretches = [kept[i * size : (i + 1) * size] for i in range(BATCHES)]
+        points = [(quantile([t for t, _ in s], 0.5), quantile([kb for _, kb in s], 0.5)) for s in stretches]
+        slopes = [
+            60.0 * (b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] > a[0]
+        ]
+        return Estimate(quantile(slopes, 0.5), quantile(slopes, 0.25), quantile(slopes, 0.75), len(slopes))
+
+
+async def run(options: Options) -> Report:
+    """The whole soak. Cancelled, it ends what it started and reports what it has."""
+    if options.resume:
+        raise BenchError("bench soak runs in one piece; it keeps nothing that could be resumed", ExitCode.USAGE)
+    length_s = QUICK_S if options.quick else FULL_S
+    facts, notes, whole = machine(), [], True
+    watched: dict[str, Watched] = {}
+    puts = 0
+    with progress(length_s + 90) as show:
+        try:
+            async with plane(new_directory("soak"), REPLICAS) as at:
+                show.stage(f"{NODES} nodes")
+                nodes = await herd(at, NODES)
+                show.stage(f"{FILL_PUTS if not options.quick else 500} puts, to fill what is bounded")
+                for _ in range(FILL_PUTS if not options.quick else 500):
+                    await at.put()
+                show.done(90)
+                show.stage(f"{PUTS_PER_S:g} puts a second for {length_s:g} s")
+                begun = time.monotonic()
+                sampler = asyncio.create_task(_sample(at, watched, begun))
+                try:
+                    last = None
+                    while time.monotonic() - begun < length_s:
+                        last = (await at.put()).identity
+                        puts += 1
+                        await asyncio.sleep(max(0.0, begun + puts / PUTS_PER_S - time.monotonic()))
+                        if puts % 100 == 0:
+                            show.done(100 / PUTS_PER_S)
+                    saw = await nodes.until(last, 30.0)
+                    held = f"{NODES - saw['missing']} of {NODES} nodes held the last of {puts} versions"
+                    notes.append(f"at its end {held}; steps back: {saw['backwards']}")
+                    at.processes.check()
+                finally:
+                    sampler.cancel()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            whole = False
+    rows = [_row(w) for w in watched.values()]
+    return Report(
+        "soak", rows, _goals(watched, whole and not options.quick), _sections(rows), notes, whole, facts, command(),
+        setup={"nodes": NODES, "replicas": REPLICAS, "puts_per_s": PUTS_PER_S, "seconds": length_s, "puts": puts},
+    )  # fmt: skip
+
+
+async def _sample(at: Plane, watched: dict[str, Watched], begun: float) -> None:
+    while True:
+        for name, child in at.processes.children.items():
+            kb = psutil.Process(child.process.pid).memory_info().rss / 1024
+            watched.setdefault(name, Watched(name)).samples.append((time.monotonic() - begun, kb))
+        mine = psutil.Process(os.getpid()).memory_info().rss / 1024
+        watched.setdefault("this client", Watched("this client")).samples.append((time.monotonic() - begun, mine))
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _row(w: Watched) -> dict[str, Any]:
+    slope, values = w.slope(), [kb for _, kb in w.samples]
+    return {
+        "arm": w.name,
+        "samples": len(values),
+        "first_kb": values[0],
+        "last_kb": values[-1],
+        "highest_kb": max(values),
+        "slope_kb_per_minute": slope.value if slope else None,
+        "slope_interval": [slope.low, slope.high] if slope else None,
+    }
+
+
+def _goals(watched: Mapping[str, Watched], decisive: bool) -> list[Goal]:
+    made = []
+    for w in watched.values():
+        if w.name == "this client":
+            continue
+        slope = w.slope()
+        met = None if slope is None or not decisive else slope.value <= GOAL_KB_PER_MINUTE
+        value = slope.value if slope else None
+        made.append(Goal(f"memory_slope_kb_per_minute_of_{w.name}", GOAL_KB_PER_MINUTE, Bound.AT_MOST, value, met))
+    return made
+
+
+def _sections(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    head = ("PROCESS", "FIRST MB", "LAST MB", "HIGHEST MB", "KB/MIN", "QUARTILES")
+    lines = []
+    for r in rows:
+        slope = "-" if r["slope_kb_per_minute"] is None else f"{r['slope_kb_per_minute']:.1f}"
+        quartiles = "-" if r["slope_interval"] is None else ", ".join(f"{x:.1f}" for x in r["slope_interval"])
+        lines.append(
+            (r["arm"], *(f"{r[k] / 1024:.1f}" for k in ("first_kb", "last_kb", "highest_kb")), slope, quartiles)
+        )
+    return [("Resident memory", table(head, lines, right=(1, 2, 3, 4)))] if rows else []

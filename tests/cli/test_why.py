@@ -1,0 +1,122 @@
+"""`trimtab why`, typed at a control plane in this process; of a request, at traces that a test wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from click.testing import CliRunner, Result
+
+from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
+from trimtab_cli.why import why
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+async def mesh(quiet: None) -> AsyncIterator[Mesh]:
+    async with a_mesh() as made:
+        await made.start_node(FakeNode(made.address)).holds(1, 1)
+        await made.admin.set_policy({"batch.active": "8"}, author="ada", reason="evening", wait_ms=10_000)
+        with pytest.raises(Exception, match="between"):
+            await made.admin.set_policy({"batch.active": "0"}, author="bob")
+        async with asyncio.timeout(PATIENCE_S):
+            while len((await made.admin.answers()).answers) < 2:
+                await asyncio.sleep(0.02)
+        yield made
+
+
+async def typed(mesh: Mesh, *words: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, why, [*words, "--control", mesh.address])
+
+
+async def told(mesh: Mesh, *words: str) -> Any:
+    return json.loads((await typed(mesh, *words, "--json")).stdout)
+
+
+async def test_of_everything(mesh: Mesh) -> None:
+    found = (await told(mesh))["changes"]
+    assert [(c["author"], c["kind"], [a["node_id"] for a in c["answers"]]) for c in found] == [
+        ("bob", "refused", []),
+        ("ada", "person", ["w0"]),
+        ("trimtab", "reseed", ["w0"]),
+    ]
+    text = (await typed(mesh)).stdout
+    assert 'ada "evening"' in text
+    assert "batch.active: 48 (default) → 8" in text
+    assert "applied by w0" in text
+    assert len((await told(mesh, "-n", "1"))["changes"]) == 1
+
+
+async def test_of_a_field(mesh: Mesh) -> None:
+    found = await told(mesh, "batch.active")
+    assert (found["value"], found["nodes"]) == (8, {"w0": {"value": 8, "source": "spec"}})
+    assert [c["author"] for c in found["changes"]] == ["bob", "ada"]
+    assert "no change is on record" in (await typed(mesh, "paths.hot_below")).stdout
+
+
+async def test_of_a_node(mesh: Mesh) -> None:
+    found = await told(mesh, "w0")
+    assert found["node"]["policy"]["applied"]["revision"] == 2
+    assert [c["author"] for c in found["changes"]] == ["ada", "trimtab"]
+    assert "holds policy 1.2" in (await typed(mesh, "w0")).stdout
+
+
+async def test_all_that_is_kept_is_exported(mesh: Mesh, tmp_path: Path) -> None:
+    file = tmp_path / "changes.jsonl"
+    assert (await typed(mesh, "--export", str(file))).exit_code == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["row"] for r in rows] == ["change", "answer", "change", "answer", "change"]
+
+
+def write_trace(state: Path, start_ns: int) -> None:
+    def span(name: str, parent: str | None, start_ms: float, end_ms: float, **attributes: Any) -> dict[str, Any]:
+        at = {"start_ns": start_ns + int(start_ms * 1e6), "end_ns": start_ns + int(end_ms * 1e6)}
+        ids = {"trace_id": "ab" * 16, "span_id": name, "parent_id": parent}
+        return {**ids, "name": name, "service": "worker", **at, "status": "OK", "attributes": attributes}
+
+    spans = [
+        span(
+            "worker.generate",
+            None,
+            0,
+            100,
+            **{"trimtab.request_id": "r-1", "trimtab.policy": "1.2", "trimtab.worker": "w0"},
+        ),
+        span("queue", "worker.generate", 0, 70),
+        span("prefill", "worker.generate", 70, 80),
+        span("decode", "worker.generate", 80, 100, **{"trimtab.preemptions": 2}),
+    ]
+    directory = state / "default" / "traces"
+    directory.mkdir(parents=True)
+    (directory / "worker.jsonl").write_text("".join(json.dumps(s) + "\n" for s in spans))
+
+
+async def test_of_a_request(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
+    written = (await told(mesh, "batch.active"))["changes"][1]["written_unix_ms"]
+    write_trace(tmp_path, (written - 50) * 1_000_000)
+    found = await told(mesh, "r-1", "--mesh", "default")
+    assert found["policy"] == "1.2"
+    assert found["policy_written"]["author"] == "ada"
+    assert "ada" in [c["author"] for c in found["changes"]]
+    text = (await typed(mesh, "abab", "--mesh", "default")).stdout
+    assert "70 of 100 ms, went by waiting for its turn; it was preempted 2 times" in text
+    assert "its worker held policy 1.2" in text
+    assert "changed while it ran:" in text
+
+
+async def test_what_is_nothing_of_these_is_said(mesh: Mesh) -> None:
+    result = await typed(mesh, "batch.activ")
+    assert result.exit_code == 2
+    assert "no policy field, no node, and no request" in result.output

@@ -1,0 +1,232 @@
+"""Who may ask what: the roles, pure; then a control plane with TLS, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from controlplane.access import NEEDS, Access, AccessFault, Role, Token, read_access
+from controlplane.admin.client import AdminClient
+from controlplane.gatekeeper import AccessFile
+from controlplane.metrics import ControlMetrics
+from controlplane.server import ControlPlane
+from controlplane.store.memory import MemoryStore
+from tests.certificates import Authority
+from tests.controlplane.mesh import PATIENCE_S, FakeNode
+from trimtab.client import Unreachable
+from trimtab.errors import PermissionDenied, TrimtabError, Unauthenticated
+from trimtab.kit.tls import PLAIN, Caller, Tls
+from trimtab.messages import Role as NodeRole
+from trimtab.v1 import admin_pb2
+
+TOKEN = "a-token-of-some-length"
+DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
+FILE = f"""
+[viewer]
+users = ["*"]
+[operator]
+users = ["oncall"]
+[admin]
+users = ["ada"]
+[[token]]
+name = "ci"
+role = "operator"
+sha256 = "{DIGEST}"
+"""
+
+
+def cert(kind: str, name: str) -> Caller:
+    return Caller(kind, name, "certificate")
+
+
+def test_every_method_of_the_admin_service_needs_a_role() -> None:
+    assert {m.name for m in admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods} == NEEDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("caller", "token", "role"),
+    [
+        (cert("", "ada"), "", Role.ADMIN),
+        (cert("", "oncall"), "", Role.OPERATOR),
+        (cert("", "stranger"), "", Role.VIEWER),
+        (cert("operator", "bob"), "", Role.OPERATOR),
+        (cert("admin", "oncall"), "", Role.OPERATOR),
+        (cert("control", "c0"), "", Role.ADMIN),
+        (cert("worker", "ada"), "", Role.NONE),
+        (cert("gateway", "g0"), "", Role.NONE),
+        (PLAIN, "", Role.NONE),
+        (PLAIN, TOKEN, Role.OPERATOR),
+        (cert("", "ada"), TOKEN, Role.OPERATOR),
+        (cert("", "ada"), "wrong", Role.NONE),
+        (Caller("", "anonymous", "TLS without a certificate"), "", Role.NONE),
+        (Caller("", "anonymous", "TLS without a certificate"), TOKEN, Role.OPERATOR),
+    ],
+)
+def test_a_role_is_by_file_certificate_or_token(tmp_path: Path, caller: Caller, token: str, role: Role) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(FILE)
+    assert read_access(file).grant(caller, token).role is role
+
+
+def test_without_a_file_plain_text_may_do_everything_and_a_certificate_what_it_says() -> None:
+    assert Access().grant(PLAIN).role is Role.ADMIN
+    assert Access().grant(cert("viewer", "bob")).role is Role.VIEWER
+    assert Access().grant(cert("", "bob")).role is Role.NONE
+
+
+def test_a_token_is_never_shown() -> None:
+    access = Access(tokens=(Token("ci", Role.VIEWER, DIGEST),))
+    assert TOKEN not in repr(access)
+    assert TOKEN not in access.grant(PLAIN, TOKEN).words + access.grant(PLAIN, TOKEN + "x").words
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[viewr]", "did you mean viewer"),
+        ("[viewer]\nuser = []", "did you mean users"),
+        ('[admin]\nusers = ["*"]', "everybody"),
+        ("[viewer]\nusers = 3", "list of names"),
+        ('[[token]]\nname = "ci"\nrole = "king"\nsha256 = ""', "a role"),
+        ('[[token]]\nname = "ci"\nrole = "admin"\nsha256 = "12"', "64 hex"),
+        ("viewer = 3", "a table"),
+        ("[", "not TOML"),
+    ],
+)
+def test_a_faulty_file_says_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(text)
+    with pytest.raises(AccessFault, match=why):
+        read_access(file)
+
+
+def test_a_file_is_read_again_when_it_changes_and_the_last_good_one_holds(tmp_path: Path) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(FILE)
+    access = AccessFile(file)
+    for number, (text, role) in enumerate((("[", Role.ADMIN), ('[viewer]\nusers = ["ada"]', Role.VIEWER)), 1):
+        file.write_text(text)
+        os.utime(file, ns=(number, number))
+        assert access.now.grant(cert("", "ada")).role is role
+
+
+@contextlib.asynccontextmanager
+async def a_plane(tls: Tls | None, access: AccessFile | None = None) -> AsyncIterator[ControlPlane]:
+    plane = ControlPlane(
+        MemoryStore(), "127.0.0.1:0", ControlMetrics(CollectorRegistry()), tls=tls, access=access, replica_id="c0"
+    )
+    await plane.start()
+    try:
+        await asyncio.wait_for(plane.loaded(), PATIENCE_S)
+        yield plane
+    finally:
+        await plane.stop()
+
+
+def denied(plane: ControlPlane) -> float:
+    return plane.metrics.registry.get_sample_value("trimtab_control_denied_total", {"method": "Connect"}) or 0.0
+
+
+async def refused(plane: ControlPlane, tls: Tls | None, token: str = "") -> TrimtabError | None:
+    """What came of a change by this caller."""
+    async with AdminClient(plane.address, tls=tls, token=token) as client:
+        try:
+            await client.set_policy({"batch.active": "9"}, author="mallory")
+        except TrimtabError as e:
+            return e
+    return None
+
+
+async def test_each_certificate_may_what_it_is_for(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    async with a_plane(ca.issue("control", "c0")) as plane:
+        for kind in ("viewer", "worker", "gateway"):
+            assert isinstance(await refused(plane, ca.issue(kind, "eve")), PermissionDenied), kind
+        assert await refused(plane, ca.issue("operator", "oncall")) is None
+        async with AdminClient(plane.address, tls=ca.issue("viewer", "bob")) as viewer:
+            entries = (await viewer.history()).entries
+            assert entries[0].author == "oncall", "whoever is known writes in that name"
+            assert [e.author for e in entries if "denied" in e.refused_because] == ["eve"] * 3
+            assert (await viewer.get_policy()).spec_version == 1
+        assert await refused(plane, ca.issue("admin", "ada")) is None
+
+
+async def test_an_admin_may_write_in_anothers_name(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    async with a_plane(ca.issue("control", "c0")) as plane:
+        await refused(plane, ca.issue("admin", "ada"))
+        assert (await plane.replica.store.history(1))[0].author == "mallory"
+
+
+async def test_who_has_no_certificate_of_the_authority_gets_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    ca, other = Authority(tmp_path), Authority(tmp_path / "other")
+    forged = other.issue("admin", "ada")
+    async with a_plane(ca.issue("control", "c0")) as plane:
+        assert isinstance(await refused(plane, None), Unreachable)
+        assert isinstance(await refused(plane, Tls(ca.ca, forged.cert, forged.key, "default")), Unreachable)
+        assert isinstance(
+            await refused(plane, ca.issue("admin", "eve", mesh="another")), PermissionDenied | Unauthenticated
+        )
+
+
+async def test_a_worker_does_not_pass_for_a_control_plane(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    async with a_plane(ca.issue("worker", "w0")) as plane:
+        assert isinstance(await refused(plane, ca.issue("admin", "ada")), Unreachable)
+
+
+async def test_a_token_stands_for_a_certificate_on_loopback(tmp_path: Path) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(FILE)
+    async with a_plane(None, AccessFile(file)) as plane:
+        assert isinstance(await refused(plane, None), Unauthenticated)
+        assert isinstance(await refused(plane, None, "wrong"), PermissionDenied)
+        assert await refused(plane, None, TOKEN) is None
+        assert (await plane.replica.store.history(1))[0].author == "ci"
+
+
+async def test_a_node_joins_under_its_own_name_alone(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    async with a_plane(ca.issue("control", "c0")) as plane:
+        mine = FakeNode(plane.address, "w0", tls=ca.issue("worker", "w0"))
+        pod = FakeNode(plane.address, "w1", tls=ca.issue("worker", "*"))
+        thief = FakeNode(plane.address, "w2", tls=ca.issue("worker", "w9"))
+        person = FakeNode(plane.address, "w3", tls=ca.issue("admin", "ada"))
+        other_role = FakeNode(plane.address, "g0", role=NodeRole.GATEWAY, tls=ca.issue("worker", "g0"))
+        nodes = [mine, pod, thief, person, other_role]
+        for node in nodes:
+            node.start()
+        await mine.holds(1, 1)
+        await pod.holds(1, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while denied(plane) < 3:
+                await asyncio.sleep(0.01)
+        assert {m.node_id for m in plane.fleet} == {"w0", "w1"}
+        for node in nodes:
+            await node.stop()
+
+
+async def test_a_servers_certificate_is_renewed_without_a_restart(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    tls, ada = ca.issue("control", "c0", into="server"), ca.issue("admin", "ada")
+    async with a_plane(tls) as plane:
+        node = FakeNode(plane.address, "w0", tls=ca.issue("worker", "w0"))
+        node.start()
+        await node.holds(1, 1)
+        ca.issue("worker", "not-a-control-plane", into="server")
+        assert isinstance(await refused(plane, ada), Unreachable), "new handshakes see the new certificate"
+        tls.key.write_bytes(b"half")
+        tls.cert.write_bytes(ca.issue("control", "c0", into="next").cert.read_bytes())
+        assert isinstance(await refused(plane, ada), Unreachable), "a pair that does not fit is passed over"
+        ca.issue("control", "c0", into="server")
+        assert await refused(plane, ada) is None
+        await node.holds(1, 2)
+        await node.stop()

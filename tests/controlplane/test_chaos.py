@@ -1,0 +1,54 @@
+"""Random faults, and what must hold whatever they are. `TRIMTAB_CHAOS=SEED[,SEED…]` and `TRIMTAB_CHAOS_STEPS=N` ask for more of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from controlplane.store import Lease
+from tests.controlplane.chaos import Asked, History, Outcome, Written, a_world, run
+
+SEEDS = [int(x) for x in os.environ.get("TRIMTAB_CHAOS", "1").split(",")]
+STEPS = int(os.environ.get("TRIMTAB_CHAOS_STEPS", "8"))
+
+
+@pytest.mark.timeout(60 + 30 * STEPS)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_nothing_committed_is_lost_and_nothing_goes_back(tmp_path: Path, seed: int) -> None:
+    async with a_world(tmp_path, seed) as world:
+        await world.puts()
+        await run(world, STEPS)
+        final = await world.quiet()
+        faults = world.history.faults(final, world.planes.nodes)
+        outcomes = [a.outcome.value for a in world.history.asked]
+        story = f"{world.history.log}, {len(world.history.written)} controllers' writes, {world.history.fenced} fenced, {outcomes}"
+        assert not faults, f"{faults}; seed {seed}: {story}"
+        assert Outcome.COMMITTED in {a.outcome for a in world.history.asked}, story
+
+
+def asked(value: int, began: float, ended: float, outcome: Outcome = Outcome.COMMITTED) -> Asked:
+    return Asked(value, began, ended, outcome)
+
+
+def test_the_checker_finds_a_lost_write() -> None:
+    history = History([asked(1, 0, 1), asked(2, 2, 3)])
+    assert history.faults(2, []) == []
+    assert "2 was acknowledged as committed and is lost" in history.faults(1, [])[0]
+    assert len(history.faults(None, [])) == 2
+    assert "nobody asked" in history.faults(9, [])[0]
+
+
+def test_the_checker_lets_overlapping_and_unknown_writes_win() -> None:
+    assert History([asked(1, 0, 5), asked(2, 2, 3)]).faults(1, []) == []
+    assert History([asked(1, 0, 1, Outcome.UNKNOWN), asked(2, 2, 3)]).faults(1, []) == []
+    assert History([asked(1, 0, 1, Outcome.ACCEPTED)]).faults(None, []) == []
+    assert History([asked(1, 0, 1, Outcome.REFUSED)]).faults(1, [])
+
+
+def test_the_checker_finds_a_write_of_an_old_term_and_a_term_given_twice() -> None:
+    a, b = Lease("a", 1), Lease("b", 2)
+    history = History(written=[Written(a, 1.0), Written(a, 3.0)], grants=[(a, 0.5), (b, 2.0)])
+    assert history.faults(None, []) == ["a write of term 1 landed after term 2 was granted"]
+    assert "term 2 was granted to ['a', 'b']" in History(grants=[(b, 1.0), (Lease("a", 2), 2.0)]).faults(None, [])

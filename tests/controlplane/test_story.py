@@ -1,0 +1,62 @@
+"""What happened to the policy, as one story."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from controlplane import story as s
+
+
+def entry(revision: int, at: int = 0, *fields: str, refused: str = "", term: int = 0) -> Any:
+    changes = [SimpleNamespace(field=f, before="1", after="2", scope="") for f in fields]
+    identity = SimpleNamespace(epoch=1, revision=revision, sha256=b"")
+    facts = {"spec_version": 0, "author": "ada", "reason": "", "kind": 1, "evidence": ""}
+    return SimpleNamespace(
+        identity=identity,
+        written_unix_ms=at or revision * 100,
+        changes=changes,
+        refused_because=refused,
+        term=term,
+        **facts,
+    )
+
+
+def answer(revision: int, node: str, at: int, result: str = "applied") -> Any:
+    identity = SimpleNamespace(epoch=1, revision=revision, sha256=b"")
+    facts = {"incarnation": "i", "apply_ms": 0.5, "reason": "", "message": ""}
+    return SimpleNamespace(identity=identity, node_id=node, at_unix_ms=at, result=result, **facts)
+
+
+def places(entries: Any) -> list[tuple[int, bool]]:
+    return [(e.identity.revision, bool(e.refused_because)) for e in entries]
+
+
+def test_two_logs_are_one_story_newest_first() -> None:
+    first, tried, mine, theirs = entry(1), entry(1, 150, refused="no"), entry(2), entry(3, term=4)
+    merged = s.merged([mine, tried, first], [theirs, mine, first])
+    assert places(merged) == [(3, False), (2, False), (1, True), (1, False)]
+
+
+def test_answers_go_with_the_change_that_they_answer() -> None:
+    told = s.chapters(
+        [entry(2, 200), entry(1, 150, refused="no"), entry(1, 100)],
+        [answer(1, "w0", 110), answer(2, "w1", 230), answer(2, "w0", 210)],
+    )
+    assert [[a.node_id for a in c.answers] for c in told] == [["w0", "w1"], [], ["w0"]]
+    assert [c.took_ms for c in told] == [30.0, None, 10.0]
+
+
+def test_it_is_told_of_a_field_and_of_a_time() -> None:
+    told = s.chapters([entry(3, 0, "b"), entry(2, 0, "a"), entry(1, 150, refused="a=0: too small")], [])
+    assert places(c.entry for c in s.of_field(told, "a")) == [(2, False), (1, True)]
+    assert places(c.entry for c in s.during(told, 150, 200)) == [(2, False), (1, True)]
+    found = s.in_force(told, (1, 2))
+    assert found is not None
+    assert places([found.entry]) == [(2, False)]
+    assert s.in_force(told, (1, 1)) is None
+
+
+def test_rows_are_oldest_first_and_whole() -> None:
+    rows = list(s.rows(s.chapters([entry(2), entry(1)], [answer(1, "w0", 110)])))
+    assert [(r["row"], r["identity"]["revision"]) for r in rows] == [("change", 1), ("answer", 1), ("change", 2)]

@@ -1,0 +1,162 @@
+"""Makes the mesh's certificates: an authority, and what it signs. For bare metal and for trials; a cluster has an issuer of its own.
+
+Keys are ECDSA on P-256. What the names in a certificate mean is in `tls`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from trimtab.kit.tls import ANY_NAME, KINDS, SCHEME, SERVERS, CertificateError
+
+BACKDATED = datetime.timedelta(minutes=5)
+"""Clocks of machines differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its private key, PEM."""
+
+    cert: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a certificate says. `mesh`, `kind` and `name` are empty for one that is not of a mesh."""
+
+    subject: str
+    issuer: str
+    mesh: str
+    kind: str
+    name: str
+    hosts: tuple[str, ...]
+    not_after: datetime.datetime
+    authority: bool
+
+
+def authority(mesh: str, *, days: int, now: datetime.datetime) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{SCHEME} authority of mesh {mesh}")])
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    cert = (
+        _builder(name, name, key, days, now)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _pair(cert, key)
+
+
+def issue(
+    signer: Pair, mesh: str, kind: str, name: str, *, hosts: Sequence[str], days: int, now: datetime.datetime
+) -> Pair:
+    """CertificateError for a kind that there is not, or a name that a certificate can't hold. `hosts` are what clients from outside call it."""
+    if kind not in KINDS:
+        raise CertificateError(f"{kind!r} is none of {', '.join(KINDS)}")
+    if not name or len(name) > 64 or not (name == ANY_NAME or all(c.isalnum() or c in "._-@" for c in name)):
+        raise CertificateError(f"a name is 1 to 64 letters, digits, dots, dashes, underscores or @, or *; not {name!r}")
+    ca = x509.load_pem_x509_certificate(signer.cert)
+    ca_key = serialization.load_pem_private_key(signer.key, None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(f"{SCHEME}://{mesh}/{kind}/{name}")]
+    if kind in SERVERS:
+        names.append(x509.DNSName(f"{kind}.{mesh}.{SCHEME}"))
+    names += [_host(host) for host in hosts]
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if kind in SERVERS:
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{kind} {name}"[:64])])
+    cert = (
+        _builder(subject, ca.subject, key, days, now)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    return _pair(cert, key)
+
+
+def about(pem: bytes) -> About:
+    """CertificateError for what is no certificate."""
+    try:
+        cert = x509.load_pem_x509_certificate(pem)
+    except ValueError as e:
+        raise CertificateError(f"not a certificate in PEM: {e}") from e
+    uris: list[str] = []
+    hosts: list[str] = []
+    try:
+        found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = found.get_values_for_type(x509.UniformResourceIdentifier)
+        hosts = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+    except x509.ExtensionNotFound:
+        pass
+    mesh = kind = name = ""
+    for uri in uris:
+        scheme, _, rest = uri.partition("://")
+        parts = rest.split("/", 2)
+        if scheme == SCHEME and len(parts) == 3:
+            mesh, kind, name = parts
+    try:
+        is_authority = bool(cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    except x509.ExtensionNotFound:
+        is_authority = False
+    return About(
+        cert.subject.rfc4514_string(),
+        cert.issuer.rfc4514_string(),
+        mesh,
+        kind,
+        name,
+        tuple(hosts),
+        cert.not_valid_after_utc,
+        is_authority,
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, now: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pair(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Pair(cert.public_bytes(serialization.Encoding.PEM), private)

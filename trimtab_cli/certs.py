@@ -1,0 +1,158 @@
+"""`trimtab certs`: the mesh's authority and certificates, as files. Connects to nothing."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from trimtab.kit.cli import ExitCode, echo_json, json_option
+from trimtab.kit.tls import KINDS, PEOPLE, CertificateError
+
+CA, CA_KEY = "ca.pem", "ca-key.pem"
+EXPIRES_SOON = datetime.timedelta(days=30)
+
+_dir = click.option(
+    "--dir", "where", type=click.Path(file_okay=False, path_type=Path), default=Path("certs"), show_default=True, metavar="DIR",
+    help="Where the files are.",
+)  # fmt: skip
+_mesh = click.option("--mesh", default="default", show_default=True, metavar="NAME", help="Mesh that they are for.")
+
+
+@click.group()
+def certs() -> None:
+    """Make and show the certificates with which the parts of a mesh know each other.
+
+    `init` makes the authority, `issue` a certificate for one process or person. To renew one, issue it again: servers read their files
+    anew at the next handshake, without a restart. In a cluster an issuer such as cert-manager does this instead.
+    """
+
+
+@certs.command()
+@_dir
+@_mesh
+@click.option(
+    "--days", type=click.IntRange(1, 36500), default=3650, show_default=True, metavar="N", help="It lasts so long."
+)
+@json_option
+def init(where: Path, mesh: str, days: int, as_json: bool) -> None:
+    """Make the authority of a mesh. Its key signs every certificate: keep it off the machines that serve."""
+    from trimtab.kit.certificates import authority
+
+    if (where / CA).exists() or (where / CA_KEY).exists():
+        _fail(
+            f"{where} has an authority already; what it signed would be worth nothing. Take another --dir, or move it away"
+        )
+    pair = authority(mesh, days=days, now=_now())
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _write(where / CA_KEY, pair.key, 0o600)
+    _write(where / CA, pair.cert, 0o644)
+    if as_json:
+        echo_json({"ca": str(where / CA), "key": str(where / CA_KEY), "mesh": mesh})
+    else:
+        click.echo(f"authority of mesh {mesh}: {where / CA}, its key {where / CA_KEY}")
+        click.echo(f"next: trimtab certs issue control c0 --dir {where}")
+
+
+@certs.command()
+@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("name")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="HOST",
+    help="Name or address that clients from outside call it by; repeat it.",
+)
+@_dir
+@_mesh
+@click.option(
+    "--days", type=click.IntRange(1, 3650), default=90, show_default=True, metavar="N", help="It lasts so long."
+)
+@json_option
+def issue(kind: str, name: str, hosts: tuple[str, ...], where: Path, mesh: str, days: int, as_json: bool) -> None:
+    """Issue, or renew, a certificate for a control, worker or gateway process of that node id, or for a person who is viewer, operator or
+    admin. The name * is for a whole pool of pods: any node id of the kind."""
+    from trimtab.kit import certificates as c
+
+    try:
+        signer = c.Pair((where / CA).read_bytes(), (where / CA_KEY).read_bytes())
+        pair = c.issue(signer, mesh, kind, name, hosts=hosts, days=days, now=_now())
+    except OSError as e:
+        _fail(f"can't read {e.filename}: {e.strerror}; make the authority first: trimtab certs init --dir {where}")
+    except CertificateError as e:
+        raise click.UsageError(str(e)) from e
+    stem = f"{kind}-{'any' if name == '*' else name}"
+    cert, key = where / f"{stem}.pem", where / f"{stem}-key.pem"
+    _write(key, pair.key, 0o600)
+    _write(cert, pair.cert, 0o644)
+    until = c.about(pair.cert).not_after
+    if as_json:
+        files = {"ca": str(where / CA), "cert": str(cert), "key": str(key)}
+        echo_json({**files, "kind": kind, "name": name, "mesh": mesh, "not_after": until.isoformat()})
+        return
+    click.echo(f"{kind} {name} of mesh {mesh}, until {until:%Y-%m-%d}: {cert}")
+    if kind in PEOPLE:
+        click.echo(
+            f"use it: export TRIMTAB_TLS_CA={where / CA} TRIMTAB_TLS_CERT={cert} TRIMTAB_TLS_KEY={key} TRIMTAB_TLS_MESH={mesh}"
+        )
+    else:
+        click.echo(f"use it: --tls-ca {where / CA} --tls-cert {cert} --tls-key {key}")
+
+
+@certs.command()
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE..."
+)
+@json_option
+def show(files: tuple[Path, ...], as_json: bool) -> None:
+    """Show whose certificates these are, and until when they hold. Exit code 1 when one has run out."""
+    from trimtab.kit.certificates import about
+
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            a = about(file.read_bytes())
+        except (CertificateError, OSError) as e:
+            raise click.UsageError(f"{file}: {e}") from e
+        left = a.not_after - _now()
+        state = "expired" if left <= datetime.timedelta(0) else "expires soon" if left < EXPIRES_SOON else "good"
+        whose = "authority" if a.authority else f"{a.kind} {a.name} of mesh {a.mesh}" if a.kind else a.subject
+        rows.append(
+            {
+                "file": str(file),
+                "whose": whose,
+                "hosts": list(a.hosts),
+                "not_after": a.not_after.isoformat(),
+                "state": state,
+            }
+        )
+    if as_json:
+        echo_json(rows)
+    else:
+        for row in rows:
+            hosts = f" ({', '.join(row['hosts'])})" if row["hosts"] else ""
+            click.echo(f"{row['file']}: {row['whose']}{hosts}, until {row['not_after'][:10]}: {row['state']}")
+    if any(row["state"] == "expired" for row in rows):
+        raise SystemExit(ExitCode.GOAL_FAILED)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Whole or not at all, and never readable by others meanwhile: a server may be reading it."""
+    new = path.with_name(f".{path.name}.new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as f:
+        f.write(data)
+    new.chmod(mode)
+    new.replace(path)
+
+
+def _fail(message: str) -> NoReturn:
+    click.secho(f"error: {message}", fg="red", err=True)
+    raise SystemExit(ExitCode.REFUSED)

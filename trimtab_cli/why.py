@@ -1,0 +1,230 @@
+"""`trimtab why`: which change, by whom, on what evidence, and who obeyed it when. Of everything, of a field, of a node, or of a request."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from controlplane.cli import ask
+from trimtab.kit.cli import ExitCode, control_option, echo_json, json_option
+from trimtab.policy import FIELDS
+
+if TYPE_CHECKING:
+    from controlplane.admin.client import AdminClient
+    from controlplane.story import Chapter
+    from services.traces import Span
+
+PEOPLE, ALL = 1024, 8192
+"""Entries: all that the store keeps of people's writes, and of everybody's."""
+ANSWERS = 100_000
+SHOWN_NODES = 6
+
+
+@click.command()
+@click.argument("subject", metavar="[FIELD|NODE|REQUEST]", required=False)
+@click.option(
+    "-n", "limit", type=click.IntRange(1, ALL), default=10, show_default=True, metavar="N", help="Newest N changes."
+)
+@click.option(
+    "--mesh", help="Mesh whose traces to read for a REQUEST. [default: the running `trimtab up`, else default]"
+)
+@click.option(
+    "--export",
+    "export",
+    type=click.File("w", encoding="utf-8"),
+    metavar="FILE",
+    help="All that is kept, as JSON lines; - is stdout.",
+)
+@control_option
+@json_option
+def why(subject: str | None, limit: int, mesh: str | None, export: Any, control: str | None, as_json: bool) -> None:
+    """Tell why things are as they are: who changed what, when, from what to what, on what evidence, and which nodes applied it when.
+
+    Without a subject, of everything. Of a policy FIELD such as batch.active: its changes, its value on each worker and where that comes
+    from. Of a NODE: what it holds and what it answered. Of a REQUEST, by its id or its trace's: where its time went, under which policy,
+    and what was changed meanwhile.
+    """
+    from controlplane import story as s
+
+    async def look(client: AdminClient) -> tuple[list[Chapter], Any]:
+        people = (await client.history(PEOPLE)).entries
+        entries = s.merged(people, (await client.history(ALL, controllers=True)).entries)
+        return s.chapters(entries, (await client.answers(ANSWERS)).answers), await client.fleet()
+
+    if subject in FIELDS:
+        _field(subject, look, limit, control, as_json)
+        return
+    story, fleet = ask(control, as_json, look)
+    if export is not None:
+        for row in s.rows(story):
+            export.write(json.dumps(row, ensure_ascii=False) + "\n")
+    elif subject is None:
+        _tell("", story[:limit], as_json)
+    elif any(n.hello.node_id == subject for n in fleet.nodes):
+        _node(subject, story, fleet, limit, as_json)
+    else:
+        _request(subject, story, mesh, as_json)
+
+
+def _tell(head: str, story: list[Chapter], as_json: bool, **more: Any) -> None:
+    from controlplane import story as s
+
+    if as_json:
+        echo_json({**more, "changes": [s.chapter_json(c) for c in story]})
+        return
+    lines = [head] if head else []
+    for c in story:
+        lines += _chapter_text(c)
+    click.echo("\n".join(lines if story else [*lines, "no change is on record"]))
+
+
+def _chapter_text(c: Chapter) -> list[str]:
+    from controlplane.render import history_text
+
+    lines = history_text([c.entry]).splitlines()
+    by_result: dict[str, list[Any]] = {}
+    for a in c.answers:
+        by_result.setdefault(a.result, []).append(a)
+    for result, answers in by_result.items():
+        if result == "refused":
+            words = [f"refused by {a.node_id} ({a.reason}): {a.message}" for a in answers]
+        else:
+            first, last = answers[0].at_unix_ms, answers[-1].at_unix_ms
+            names = ", ".join(a.node_id for a in answers[:SHOWN_NODES])
+            rest = f" and {len(answers) - SHOWN_NODES} more" if len(answers) > SHOWN_NODES else ""
+            verb = "applied by" if result == "applied" else "passed over, for a newer one, by"
+            since = _since(c, first, last)
+            words = [f"{verb} {names}{rest}{since}"]
+        for said in words:
+            lines += textwrap.wrap(said, 100, initial_indent=" " * 10, subsequent_indent=" " * 12)
+    return lines
+
+
+def _since(c: Chapter, first: int, last: int) -> str:
+    """How long after the write; clocks of machines differ, so never less than at once."""
+    spans = [max(0, at - c.entry.written_unix_ms) for at in (first, last)]
+    shown = [f"{ms} ms" if ms < 10_000 else f"{ms / 1000:.0f} s" for ms in spans]
+    return (
+        f", {shown[0]} after it was written"
+        if spans[0] == spans[1]
+        else f", {shown[0]} to {shown[1]} after it was written"
+    )
+
+
+def _field(path: str, look: Any, limit: int, control: str | None, as_json: bool) -> None:
+    from controlplane import render, render_fleet
+    from controlplane import story as s
+
+    asked = FIELDS[path]
+
+    async def both(client: AdminClient) -> tuple[Any, Any, dict[str, Any]]:
+        story, fleet = await look(client)
+        workers = [n.hello.node_id for n in fleet.nodes if n.connected and render_fleet.role_of(n) == "worker"]
+        return story, await client.get_policy(), {name: await client.get_policy(name) for name in workers}
+
+    story, now, each = ask(control, as_json, both)
+    found = s.of_field(story, path)[:limit]
+    if as_json:
+        values = {name: render.policy_json(a, [asked])["fields"][path] for name, a in each.items()}
+        nodes = {name: {"value": f["value"], "source": f["source"]} for name, f in values.items()}
+        _tell("", found, as_json, field=path, **render.policy_json(now, [asked])["fields"][path], nodes=nodes)
+        return
+    lines = [f"{path}: {render.field_text(asked, now)}"]
+    lines += [f"  {name}: {render.field_text(asked, a)}" for name, a in each.items()] or ["  no worker is connected"]
+    _tell("\n".join([*lines, ""]), found, as_json)
+
+
+def _node(node_id: str, story: list[Chapter], fleet: Any, limit: int, as_json: bool) -> None:
+    from controlplane import render, render_fleet
+    from controlplane import story as s
+
+    node = next(n for n in fleet.nodes if n.hello.node_id == node_id)
+    answered = [s.Chapter(c.entry, tuple(a for a in c.answers if a.node_id == node_id)) for c in story]
+    answered = [c for c in answered if c.answers][:limit]
+    if as_json:
+        _tell("", answered, as_json, node=render_fleet.node_json(node))
+        return
+    p = node.policy
+    since = f"for {node.seconds_connected:.0f} s" if node.connected else f"LOST {node.seconds_since_report:.0f} s ago"
+    lines = [
+        f"{node_id} at {node.hello.address}, connected to {node.replica_id} {since}, holds policy {render.place(p.applied)}"
+    ]
+    if p.refused.epoch:
+        lines.append(f"  it refused {render.place(p.refused)} ({p.refusal.reason}): {p.refusal.message}")
+    if render.place(p.applied) != render.place(fleet.desired):
+        lines.append(f"  the newest is {render.place(fleet.desired)}")
+    _tell("\n".join([*lines, ""]), answered, as_json)
+
+
+def _request(said: str, story: list[Chapter], mesh: str | None, as_json: bool) -> None:
+    from controlplane import story as s
+    from services import traces
+    from services.cli import trace_directory
+
+    directory = trace_directory(mesh)
+    spans = _spans(said, directory)
+    if not spans:
+        message = f"{said!r} is no policy field, no node, and no request whose trace is in {directory}"
+        if as_json:
+            echo_json({"error": {"reason": "NOT_FOUND", "message": message}})
+        click.secho(
+            f"error: {message}; a REQUEST is named by its id (x-request-id) or its trace id", fg="red", err=True
+        )
+        raise SystemExit(ExitCode.USAGE)
+    first, last = min(x.start_ns for x in spans) / 1e6, max(x.end_ns for x in spans) / 1e6
+    meanwhile = s.during(story, first, last)
+    held = next((str(x.attributes["trimtab.policy"]) for x in spans if "trimtab.policy" in x.attributes), "")
+    under = s.in_force(story, _place(held)) if held else None
+    if as_json:
+        tree = [traces.as_json(depth, x) for depth, x in traces.tree(spans)]
+        facts = {"trace_id": spans[0].trace_id, "policy": held or None, "spans": tree}
+        _tell("", meanwhile, as_json, **facts, policy_written=s.chapter_json(under) if under else None)
+        return
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first / 1000))
+    click.echo(f"request {said}, {when}, trace {spans[0].trace_id}")
+    click.echo("\n".join(f"  {line}" for line in traces.render(spans)))
+    worker = next((x for x in spans if x.name == "worker.generate"), None)
+    if worker is not None:
+        click.echo(f"\n{_where(spans, worker)}")
+    if held:
+        click.echo(f"\nits worker held policy {held}" + (", written so:" if under else ""))
+        if under is not None:
+            click.echo("\n".join(_chapter_text(under)))
+    click.echo("\nchanged while it ran:" if meanwhile else "\nnothing was changed while it ran")
+    for c in meanwhile:
+        click.echo("\n".join(_chapter_text(c)))
+
+
+def _where(spans: list[Span], worker: Span) -> str:
+    """The longest part of it, in words."""
+    parts = {x.name: x.duration_ms for x in spans if x.name in ("queue", "prefill", "decode")}
+    if not parts:
+        return f"it never ran on {worker.attributes.get('trimtab.worker', 'its worker')}"
+    name, took = max(parts.items(), key=lambda item: item[1])
+    words = {"queue": "waiting for its turn", "prefill": "reading its prompt", "decode": "writing its answer"}
+    decode = next((x for x in spans if x.name == "decode"), None)
+    again = int(decode.attributes.get("trimtab.preemptions", 0)) if decode else 0
+    preempted = f"; it was preempted {again} times" if again else ""
+    return f"most of its time, {took:.0f} of {worker.duration_ms:.0f} ms, went by {words[name]}{preempted}"
+
+
+def _spans(said: str, directory: Any) -> list[Span]:
+    """The request's whole trace, by the request's id or by the trace's own, which may be shortened; none when it is not one alone."""
+    from services import traces
+
+    ids = {x.trace_id for x in traces.read(directory) if x.attributes.get("trimtab.request_id") == said}
+    if not ids and len(said) >= 4:
+        ids = set(traces.find(directory, said.lower()))
+    if len(ids) != 1:
+        return []
+    found = traces.find(directory, next(iter(ids)))
+    return next(iter(found.values()), [])
+
+
+def _place(said: str) -> tuple[int, int]:
+    epoch, _, revision = said.partition(".")
+    return (int(epoch), int(revision)) if epoch.isdigit() and revision.isdigit() else (0, 0)
