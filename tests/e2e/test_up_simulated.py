@@ -114,7 +114,9 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_the_policy_survives(tmp_
         }
         assert mesh.verb("policy", "set", "isolate.tenants=", *APPLIED).returncode == 0
         newest = json.loads(mesh.verb("policy", "history", "--json").stdout)[0]
-        assert newest["changes"] == [{"field": "isolate.tenants", "scope": "", "before": ["acme", "globex"], "after": []}]
+        assert newest["changes"] == [
+            {"field": "isolate.tenants", "scope": "", "before": ["acme", "globex"], "after": []}
+        ]
         family = mesh.family()
 
         async def cut_by_the_second_signal() -> None:
