@@ -13,6 +13,7 @@ import click
 
 from controlplane.settings import ControlSettings
 from trimtab.kit.config import ConfigError, find_file, load, options
+from trimtab.kit.tls import Tls
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,9 +29,12 @@ def main(config: str | None, **flags: Any) -> None:
     from controlplane.gatekeeper import AccessFile
     from controlplane.store import open_store
     from trimtab.kit.rpc import PortTaken
+    from trimtab.kit.tls import check_own, tls_of
 
     try:
         settings = load(ControlSettings, "control", flags=flags, file=find_file(config))
+        tls = tls_of(settings, settings.mesh)
+        check_own("control", "", tls)
         store = open_store(
             settings.redis, settings.mesh, replicas=settings.store_replicas, wait_ms=settings.store_wait_ms
         )
@@ -43,7 +47,7 @@ def main(config: str | None, **flags: Any) -> None:
     except AccessFault as e:
         sys.exit(_usage([f"access: {e}"]))
     try:
-        uvloop.run(serve(settings, store, access))
+        uvloop.run(serve(settings, store, access, tls))
     except PortTaken as e:
         sys.exit(_usage([str(e)]))
 
@@ -54,7 +58,7 @@ def _usage(faults: list[str]) -> int:
     return 2
 
 
-async def serve(settings: ControlSettings, store: Any, access: Any) -> None:
+async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | None) -> None:
     """Until SIGTERM or SIGINT."""
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -63,7 +67,7 @@ async def serve(settings: ControlSettings, store: Any, access: Any) -> None:
     from trimtab.kit.process import die_with_parent, state_dir
     from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken, use_tls
     from trimtab.kit.telemetry import setup_logging, setup_tracing
-    from trimtab.kit.tls import tls_of, warn_plain
+    from trimtab.kit.tls import warn
 
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid, signal.SIGTERM)
@@ -72,9 +76,8 @@ async def serve(settings: ControlSettings, store: Any, access: Any) -> None:
     stopping = asyncio.Event()
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
-    tls = tls_of(settings, settings.mesh)
     use_tls(tls)
-    warn_plain((settings.listen,), tls)
+    warn((settings.listen,), tls, metrics=settings.metrics)
     metrics = ControlMetrics(CollectorRegistry())
     plane = ControlPlane(
         store,

@@ -6,6 +6,7 @@ Kept for a moment and written in one go; while the store is away the newest stay
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 
 import structlog
@@ -16,6 +17,8 @@ from trimtab.errors import StoreUnavailable
 log = structlog.get_logger(__name__)
 
 FLUSH_S = 1.0
+LAST_S = 0.5
+"""What the store gets for the last of them."""
 MAX_PENDING = 4096
 """Answers that wait for the store."""
 
@@ -46,12 +49,17 @@ class Answers:
         return list(self._pending.values())[::-1]
 
     async def run(self) -> None:
-        """For ever."""
-        while True:
-            await self._due.wait()
-            await asyncio.sleep(FLUSH_S)
-            self._due.clear()
-            await self.flush()
+        """For ever. What waits when it is cancelled still goes to the store, when that is there."""
+        try:
+            while True:
+                await self._due.wait()
+                await asyncio.sleep(FLUSH_S)
+                self._due.clear()
+                await self.flush()
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_S):
+                    await self.flush()
 
     async def flush(self) -> None:
         rows = dict(self._pending)

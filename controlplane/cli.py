@@ -34,11 +34,18 @@ PRESET_WAIT_MS = 3000
 def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
     """One call to the control plane; its failure ends the process."""
     from controlplane.admin.client import AdminClient
+    from trimtab.kit.rpc import uses_tls
     from trimtab.kit.run_file import control_address
-    from trimtab.kit.tls import CertificateError
+    from trimtab.kit.tls import CertificateError, is_loopback
+
+    address, token = control_address(control), os.environ.get(TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise click.UsageError(f"{TOKEN} holds characters that can't be sent; take printable ASCII, without line ends")
 
     async def asking() -> T:
-        async with AdminClient(control_address(control), token=os.environ.get(TOKEN, "")) as client:
+        if token and not uses_tls() and not all(is_loopback(each) for each in address.split(",")):
+            click.secho(f"warning: {TOKEN} goes to {address} in plain text; set TRIMTAB_TLS_*", fg="yellow", err=True)
+        async with AdminClient(address, token=token) as client:
             return await call(client)
 
     try:

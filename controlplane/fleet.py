@@ -87,17 +87,19 @@ class Fleet:
         self._nodes: dict[int, str] = {}
         self._sessions = 0
         self._elsewhere: dict[str, dict[str, Member]] = {}
+        self._asked_at: float | None = None
         self._version = first_version
         self._view = View(first_version, ())
 
     def joined(self, hello: Hello, now: float) -> tuple[int, int | None]:
         """A stream begins: its session, and the live session that it replaces.
 
-        What a process reported over an earlier stream still holds, and so does the snapshot that it says it holds.
+        What a process reported over an earlier stream still holds, also over one to another replica, and so does the snapshot that it says
+        it holds.
         """
         self._sessions += 1
-        old = self._members.get(hello.node.node_id)
-        same_process = old is not None and old.hello.incarnation == hello.incarnation
+        old, known = self._members.get(hello.node.node_id), self.member(hello.node.node_id)
+        same_process = known is not None and known.hello.incarnation == hello.incarnation
         if old is not None:
             self._nodes.pop(old.session, None)
         self._nodes[self._sessions] = hello.node.node_id
@@ -107,7 +109,7 @@ class Fleet:
                 session=self._sessions,
                 joined_at=now,
                 heard_at=now,
-                report=old.report if old is not None and same_process else None,
+                report=known.report if known is not None and same_process else None,
                 applied=hello.held,
             )
         )
@@ -139,7 +141,14 @@ class Fleet:
             self._update(session, lost_at=now)
 
     def expire(self, now: float, *, silence_s: float) -> list[Member]:
-        """Counts connected nodes that said nothing for `silence_s` as lost; they are back with their next message."""
+        """Counts connected nodes that said nothing for `silence_s` as lost; they are back with their next message.
+
+        Whoever asks again only after as long was asleep himself: what nodes said meanwhile is still to be read, so nobody is lost yet.
+        """
+        asleep = self._asked_at is not None and now - self._asked_at >= silence_s
+        self._asked_at = now
+        if asleep:
+            return []
         silent = [m for m in self._members.values() if m.connected and now - m.heard_at >= silence_s]
         for member in silent:
             self._update(member.session, lost_at=now)
@@ -169,12 +178,13 @@ class Fleet:
     def told(self, replica: str, members: Iterable[Member]) -> None:
         """Who is connected to another replica, all of them, as it says; none once it is gone."""
         now = {m.node_id: m for m in members}
-        before = self._elsewhere.get(replica, {})
+        concerned = self._elsewhere.get(replica, {}).keys() | now.keys()
+        before = {node_id: _seen(self.member(node_id)) for node_id in concerned}
         if now:
             self._elsewhere[replica] = now
         else:
             self._elsewhere.pop(replica, None)
-        if {k: _seen(m) for k, m in before.items()} != {k: _seen(m) for k, m in now.items()}:
+        if before != {node_id: _seen(self.member(node_id)) for node_id in concerned}:
             self._version += 1
 
     def local(self) -> list[Member]:
@@ -213,9 +223,10 @@ class Fleet:
             self._put(dataclasses.replace(member, **changes))  # type: ignore[arg-type]
 
     def _put(self, member: Member) -> None:
-        old = self._members.get(member.node_id)
+        # Of the node, wherever it is: one that is here hides the same one elsewhere.
+        before = _seen(self.member(member.node_id))
         self._members[member.node_id] = member
-        if _seen(old) != _seen(member):
+        if before != _seen(self.member(member.node_id)):
             self._version += 1
 
 

@@ -7,17 +7,25 @@ from trimtab.errors import InvalidRequest, Violation
 from trimtab.policy import Change
 from trimtab.snapshot import Document, Overlay
 
+MAX_DIGITS = 18
+"""Of a number that the store and the wire take."""
+
 
 def revision(said: str, epoch: int, newest: int) -> tuple[int, int]:
     """(epoch, revision) of `N` or `EPOCH.N`, as people type it; N alone is of the present epoch. InvalidRequest for what is none."""
     head, dot, tail = said.rpartition(".")
-    number = tail if dot else said
-    if not (number.isascii() and number.isdigit()) or (dot and not (head.isascii() and head.isdigit())):
-        raise _no_revision(f"{said!r} is no revision; `trimtab policy history` shows them, such as {epoch}.{newest}")
-    of = int(head) if dot else epoch
-    if of > epoch or (of == epoch and not 1 <= int(number) <= newest):
-        raise _no_revision(f"there is no revision {of}.{int(number)}; the newest is {epoch}.{newest}")
-    return of, int(number)
+    if not _is_number(tail) or (dot and not _is_number(head)):
+        raise _no_revision(
+            f"{said[:80]!r} is no revision; `trimtab policy history` shows them, such as {epoch}.{newest}"
+        )
+    of, number = int(head) if dot else epoch, int(tail)
+    if not 1 <= of <= epoch or number < 1 or (of == epoch and number > newest):
+        raise _no_revision(f"there is no revision {of}.{number}; the newest is {epoch}.{newest}")
+    return of, number
+
+
+def _is_number(said: str) -> bool:
+    return said.isascii() and said.isdigit() and len(said) <= MAX_DIGITS
 
 
 def between(first: Spec, last: Spec) -> tuple[Change, ...]:

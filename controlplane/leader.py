@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
+import uuid
 from collections.abc import Callable
 
 import structlog
@@ -26,11 +27,15 @@ RENEWALS = 3
 
 
 class Leader:
-    """This replica's part in the election; `lease` is what it leads under, None while it does not. `clock` gives seconds."""
+    """This replica's part in the election; `lease` is what it leads under, None while it does not. `clock` gives seconds.
+
+    `holder` is what the lease names it by, its own alone: a process that takes another's replica id must not take his term too.
+    """
 
     def __init__(
         self, replica: Replica, replica_id: str, *, lease_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.holder = f"{replica_id}/{uuid.uuid4().hex[:8]}"
         self.lease: Watch[Lease | None] = Watch(None)
         self.newest: Lease | None = None
         self._replica = replica
@@ -56,7 +61,7 @@ class Leader:
         asked_at = self._clock()
         try:
             found = await self._replica.store.lease(
-                self._replica_id, ttl_ms=int(self._lease_s * 1000), floor=self._replica.term
+                self.holder, ttl_ms=int(self._lease_s * 1000), floor=self._replica.term
             )
         except StoreUnavailable:
             if self.leads is None:
@@ -64,7 +69,7 @@ class Leader:
             return
         self._replica.granted(found)
         self.newest = found
-        if found.holder == self._replica_id:
+        if found.holder == self.holder:
             self._until = asked_at + self._lease_s
             self._become(found)
         else:

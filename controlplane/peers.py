@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from controlplane.fleet import Fleet, Member
+from controlplane.gatekeeper import credentials
 from controlplane.leader import Leader
 from controlplane.store import Peer, PolicyStore
 from trimtab.codec import decode_hello, decode_report, encode_hello, encode_report
-from trimtab.errors import StoreUnavailable, TrimtabError
+from trimtab.errors import Draining, StoreUnavailable, TrimtabError
 from trimtab.kit.rpc import channel, from_call
-from trimtab.kit.tls import Tls
+from trimtab.kit.tls import CertificateError, Tls
 from trimtab.messages import Report
 from trimtab.snapshot import Identity
 from trimtab.v1 import admin_pb2, admin_pb2_grpc
@@ -45,6 +47,8 @@ GRACE_S = 1.5
 emptied knows nobody for a moment."""
 ASK_S = 2.0
 """What a peer gets for its answer."""
+UNREAD = -1
+"""A `seq` that no replica has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,18 @@ class Peers:
         self._tls = tls
         self._seen: dict[str, Seen] = {}
         self._calls: dict[str, Any] = {}
-        self._told: bytes = b""
+        # None while nobody knows what the store has: at first (an earlier process of the same name may have left something), and after a
+        # telling whose answer was lost.
+        self._told: bytes | None = None
+        self._encoded: tuple[list[Any], bytes] = ([], b"")
+        # When the store did not answer, or this replica did not ask, last.
+        self._away_at = 0.0
+        self._looked_at = 0.0
         # Above the numbers of an earlier process of the same name, so that whoever knew it reads anew.
-        self._seq = int(time.time() * 1000)
+        self._seq = time.time_ns()
         self._due = asyncio.Event()
+        self.looked = asyncio.Event()
+        """Set once it has heard of the others for the first time."""
 
     def changed(self) -> None:
         """Somebody joined or left this replica: tell it soon."""
@@ -96,8 +108,7 @@ class Peers:
                 await self.tell()
                 await self.look()
             except StoreUnavailable:
-                now = time.monotonic()
-                self._seen = {name: Seen(seen.peer, now) for name, seen in self._seen.items()}
+                self._away_at = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._due.wait()
@@ -105,8 +116,9 @@ class Peers:
             self._due.clear()
 
     async def tell(self) -> None:
-        nodes = encode_members(self._fleet.local())
-        if nodes != self._told:
+        nodes = self._members()
+        same = nodes == self._told
+        if not same:
             self._seq += 1
         led = self._leader.leads
         newest = self._newest()
@@ -120,18 +132,30 @@ class Peers:
         state.newest.epoch, state.newest.revision, state.newest.sha256 = newest.epoch, newest.revision, newest.sha256
         peer = Peer(self.replica_id, self.address, self._seq, state.SerializeToString())
         fresh = Peer(peer.replica_id, peer.address, peer.seq, peer.info, nodes)
-        if nodes == self._told and await self._store.announce(peer, ttl_ms=ALIVE_MS):
+        if same and await self._store.announce(peer, ttl_ms=ALIVE_MS):
             return
+        self._told = None
         await self._store.announce(fresh, ttl_ms=ALIVE_MS)
         self._told = nodes
+
+    def _members(self) -> bytes:
+        """Who is connected here. A thousand nodes take a while to write down, and rarely change."""
+        local = self._fleet.local()
+        shape = [(m.session, m.report.state if m.report else None) for m in local if m.connected]
+        if shape != self._encoded[0]:
+            self._encoded = (shape, encode_members(local))
+        return self._encoded[1]
 
     async def look(self) -> None:
         known = {name: seen.peer.seq for name, seen in self._seen.items()}
         now = time.monotonic()
         found = {p.replica_id: p for p in await self._store.peers(known) if p.replica_id != self.replica_id}
+        if now - self._looked_at >= GRACE_S:
+            self._away_at = now
+        self._looked_at = now
         version = self._fleet.version
         missing = [name for name in self._seen if name not in found]
-        for name in [name for name in missing if now - self._seen[name].heard_at >= GRACE_S]:
+        for name in [name for name in missing if now - max(self._seen[name].heard_at, self._away_at) >= GRACE_S]:
             log.warning("replica gone", replica=name, address=self._seen[name].peer.address)
             self._fleet.told(name, ())
             del self._seen[name]
@@ -141,11 +165,15 @@ class Peers:
                 log.info("replica seen", replica=name, address=peer.address)
             elif self._seen[name].peer.address != peer.address:
                 await self._hang_up(name)
-            self._seen[name] = Seen(peer, now)
             if peer.nodes is not None:
                 self._fleet.told(name, decode_members(peer.nodes, name, now))
+            elif known.get(name) != peer.seq:
+                # It has said that it lives, and not yet who is connected to it.
+                peer = dataclasses.replace(peer, seq=UNREAD)
+            self._seen[name] = Seen(peer, now)
         if self._fleet.version != version or set(known) != set(found):
             self._on_change()
+        self.looked.set()
 
     def states(self) -> list[admin_pb2.ReplicaState]:
         """The others, as they told it."""
@@ -154,6 +182,7 @@ class Peers:
             with contextlib.suppress(DecodeError):
                 state = admin_pb2.ReplicaState.FromString(seen.peer.info)
                 state.seconds_since_heard = time.monotonic() - seen.heard_at
+                state.leader = state.leader and state.seconds_since_heard < ALIVE_MS / 1000
                 states.append(state)
         return states
 
@@ -162,16 +191,36 @@ class Peers:
 
         async def one(name: str) -> Any:
             try:
-                return await getattr(self._stub(name), method)(request, timeout=within_s)
+                stub = self._stub(name)
+                if stub is None:
+                    return Draining(f"replica {name} is gone")
+                # Where certificates don't say who asks, whoever asked this replica does.
+                return await getattr(stub, method)(request, timeout=within_s, metadata=credentials())
+            except CertificateError as e:
+                # Certificates that are just being renewed.
+                return e
+            except asyncio.CancelledError:
+                asking = asyncio.current_task()
+                if asking is not None and asking.cancelling():
+                    raise
+                # `_hang_up` ends calls under way, and not whoever made them.
+                return Draining(f"replica {name} is gone")
             except grpc.aio.AioRpcError as e:
-                return from_call(e)
+                error = from_call(e)
+                if self._tls is not None and error.reason == "UNAVAILABLE":
+                    # No connection: the certificate that this channel has may have run out. The next one takes what the files hold then.
+                    await self._hang_up(name)
+                return error
 
         names = list(self._seen)
         answers = await asyncio.gather(*(one(name) for name in names))
         return dict(zip(names, answers, strict=True))
 
     def _stub(self, name: str) -> Any:
+        """None once it is gone."""
         if name not in self._calls:
+            if name not in self._seen:
+                return None
             opened = channel(self._seen[name].peer.address, "control", tls=self._tls)
             self._calls[name] = (opened, admin_pb2_grpc.AdminServiceStub(opened))
         return self._calls[name][1]
@@ -200,20 +249,27 @@ def encode_members(members: Iterable[Member]) -> bytes:
 
 
 def decode_members(data: bytes, replica: str, now: float) -> list[Member]:
-    """Nothing of a peer that speaks another language than this build."""
+    """Without the nodes that this build does not understand: the peer may be newer."""
+    members = []
     try:
         told = admin_pb2.GetFleetResponse.FromString(data)
-        return [
+    except DecodeError as e:
+        log.error("a replica told what this one does not understand", replica=replica, error=str(e))
+        return []
+    for n in told.nodes:
+        try:
+            hello, report = decode_hello(n.hello), decode_report(n.report) if n.HasField("report") else None
+        except TrimtabError as e:
+            log.error("a replica has a node that this one does not understand", replica=replica, error=e.message)
+            continue
+        members.append(
             Member(
-                hello=decode_hello(n.hello),
+                hello=hello,
                 session=0,
                 joined_at=n.joined_unix_ms / 1000 - UNIX_S,
                 heard_at=now,
-                report=decode_report(n.report) if n.HasField("report") else None,
+                report=report,
                 replica=replica,
             )
-            for n in told.nodes
-        ]
-    except (DecodeError, TrimtabError) as e:
-        log.error("a replica told what this one does not understand", replica=replica, error=str(e))
-        return []
+        )
+    return members

@@ -1,8 +1,8 @@
 """The control stream as the control plane serves it: the newest policy and commands down, answers and telemetry up.
 
-Each stream follows one Watch and compares what it has sent with what is newest, so whatever a slow node missed is skipped and nothing
-queues up for it (commands do, for the seconds that somebody waits for their answers). What nodes say goes into the fleet; what they hold
-goes to the replica, which mends a store that is behind them.
+Each stream compares what it has sent with what is newest, and sends the next once the last was answered: whatever a slow node missed is
+skipped and nothing queues up for it (commands do, for the seconds that somebody waits for their answers). What nodes say goes into the
+fleet; what they hold goes to the replica, which mends a store that is behind them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -18,12 +19,14 @@ import structlog
 
 from controlplane.answers import Answers
 from controlplane.commands import ask_all
-from controlplane.fleet import Fleet, Refusal, View
+from controlplane.fleet import Fleet, Refusal
 from controlplane.gatekeeper import granted
 from controlplane.metrics import ControlMetrics
+from controlplane.pace import Pace
 from controlplane.replica import Replica, unix_ms
 from controlplane.store import Answer, Stored
 from controlplane.stream import Stream
+from controlplane.view import GatewayView
 from controlplane.watchdog import watch_fleet
 from trimtab import codec
 from trimtab.errors import Conflict, Draining, InvalidRequest, PermissionDenied, PolicyRefused, QueueFull, TrimtabError
@@ -40,7 +43,11 @@ MAX_NODES = 20_000
 """Streams at once; each costs memory for as long as it is open."""
 MAX_SAID = 2000
 """Characters of a node's own words that are kept."""
-MAX_TRACED = 32
+AT_ONCE = 25
+"""Pushes between two turns of everything else."""
+UNANSWERED_S = 10.0
+"""Longer than any engine step that is worth waiting for."""
+MAX_TRACED = 8
 """Pushes of one change that have spans of their own: enough to see where time goes, few enough for a thousand nodes."""
 SAME_MS = 100
 """A push that is so young is sent as it is."""
@@ -74,13 +81,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._streams: dict[int, Stream] = {}
         self._changed_at = time.monotonic()
         self._viewed = 0
-        self._view: control_pb2.FleetView | None = None
+        self._view = GatewayView(fleet)
         self._pushing: tuple[Identity, control_pb2.ConnectResponse] | None = None
         self._traced = 0
+        self._behind: dict[int, None] = {}
+        self._any_behind = asyncio.Event()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._announce())
+            tasks.create_task(self._push_behind())
+            tasks.create_task(self._give_up_waiting())
             tasks.create_task(self.log.run())
             tasks.create_task(
                 watch_fleet(
@@ -114,8 +125,40 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             self._changed_at = time.monotonic()
             self._metrics.epoch.set(stored.identity.epoch)
             self._metrics.revision.set(stored.identity.revision)
+            self._behind.update(dict.fromkeys(s.session for s in self._streams.values() if self._wants(s)))
+            self._any_behind.set()
+
+    def _wants(self, stream: Stream) -> bool:
+        """It has answered all that it was sent, and there is something newer."""
+        stored = self._replica.newest.value
+        return stream.open and stream.awaiting is None and stored is not None and stored.identity > stream.pushed
+
+    async def _push_behind(self) -> None:
+        """Wakes those that are behind, a few at a time, so that calls are answered in between."""
+        pace = Pace()
+        while True:
+            await self._any_behind.wait()
+            self._any_behind.clear()
+            while self._behind:
+                sessions = list(itertools.islice(self._behind, AT_ONCE))
+                for session in sessions:
+                    del self._behind[session]
+                    if session in self._streams:
+                        self._streams[session].due.set(None)
+                await asyncio.sleep(pace.took(len(sessions), time.monotonic()))
+
+    async def _give_up_waiting(self) -> None:
+        """A node that answers no push for long gets the next one all the same: its answer may come never."""
+        while True:
+            await asyncio.sleep(UNANSWERED_S / 5)
+            long_ago = time.monotonic() - UNANSWERED_S
             for stream in self._streams.values():
-                stream.due.set(None)
+                if stream.awaiting is not None and stream.awaiting_since < long_ago:
+                    stream.awaiting = None
+                    if self._wants(stream):
+                        self._behind[stream.session] = None
+            if self._behind:
+                self._any_behind.set()
 
     def fleet_changed(self) -> None:
         """Somebody joined or was lost, here or at another replica."""
@@ -201,10 +244,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             for command in stream.calls.unsent():
                 yield control_pb2.ConnectResponse(command=command)
             stored = self._replica.newest.value
-            if stored is not None and stored.identity > stream.pushed:
+            if stored is not None and self._wants(stream):
                 yield self._push_for(stream, stored)
             if stream.hello.role is Role.GATEWAY and self._fleet.version != stream.viewed:
-                view = self._encoded_view()
+                view = self._view.now()
                 stream.viewed = view.version
                 yield control_pb2.ConnectResponse(fleet_view=view)
 
@@ -227,12 +270,6 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         response.CopyFrom(whole)
         response.policy_push.sent_unix_ms, response.policy_push.traceparent = unix_ms(), parent
         return response
-
-    def _encoded_view(self) -> control_pb2.FleetView:
-        """One message for all gateways."""
-        if self._view is None or self._view.version != self._fleet.version:
-            self._view = encode_view(self._fleet.view)
-        return self._view
 
     async def _read(self, stream: Stream, requests: AsyncIterator[control_pb2.ConnectRequest]) -> None:
         error: TrimtabError | None = None
@@ -296,6 +333,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 self._fleet.applied(stream.session, held, 0.0)
                 self._replica.seen(held, node_id)
                 stream.answered(identity, kind)
+        if self._wants(stream):
+            self._behind[stream.session] = None
+            self._any_behind.set()
         self._metrics.results.labels(kind).inc()
         why = (result.refused.reason, result.refused.message) if kind == "refused" else ("", "")
         self.log.add(
@@ -303,16 +343,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 node_id, stream.hello.incarnation, identity, kind, unix_ms(), round(result.applied.apply_ms, 3), *why
             )
         )
-        # Refusals are news; a thousand nodes that applied are a figure, and one by one in `trimtab why`.
-        tell = log.info if kind == "refused" or self._traced < MAX_TRACED else log.debug
-        tell(
-            "policy answer",
-            node=node_id,
-            identity=str(identity),
-            result=kind,
-            trace_id=result.traceparent[3:35],
-            **said,
-        )
+        if kind == "refused" or self._traced < MAX_TRACED:
+            # Refusals are news; a thousand nodes that applied are a figure, and one by one in `trimtab why`.
+            trace_id = result.traceparent[3:35]
+            log.info("policy answer", node=node_id, identity=str(identity), result=kind, trace_id=trace_id, **said)
         self.answers.set(None)
 
 
@@ -324,22 +358,3 @@ async def _hello(requests: AsyncIterator[control_pb2.ConnectRequest]) -> Hello:
     if first is None or not first.HasField("hello"):
         raise InvalidRequest("the first message of a control stream must be Hello")
     return codec.decode_hello(first.hello)
-
-
-def encode_view(view: View) -> control_pb2.FleetView:
-    return control_pb2.FleetView(
-        version=view.version,
-        workers=[
-            control_pb2.FleetWorker(
-                node_id=w.node.node_id,
-                incarnation=w.incarnation,
-                address=w.address,
-                pool=w.node.pool,
-                model=w.model,
-                labels=w.node.labels,
-                limits=codec.encode_limits(w.node.limits),
-                state=codec.encode_state(w.state),
-            )
-            for w in view.workers
-        ],
-    )

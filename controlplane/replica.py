@@ -20,9 +20,9 @@ import structlog
 from controlplane import spec
 from controlplane.store import Damaged, Lease, Moved, PolicyStore, Receipt, Stored, Write, WriteKind, reseed, stale
 from trimtab.codec import decode_document, seal
-from trimtab.errors import Conflict, StoreUnavailable
+from trimtab.errors import Conflict, PolicyRefused, StoreUnavailable
 from trimtab.kit.watch import Watch
-from trimtab.policy import Change
+from trimtab.policy import POLICY_SCHEMA, Change
 from trimtab.snapshot import Document, Identity, Node, Verdict, judge
 
 log = structlog.get_logger(__name__)
@@ -124,15 +124,17 @@ class Replica:
             self.newest.set(stored)
         if stored is not None:
             self._term = max(self._term, stored.term)
-        if stored is None or self._lowest().above(stored):
+        if stored is None or self._above(stored) is not None:
             self._behind.set()
 
-    def _lowest(self) -> Floor:
-        """What the store must not be below: the nodes' highest, or what this replica itself has handed out."""
+    def _floors(self) -> tuple[Floor, Floor]:
+        """What the store must neither be below nor differ from: the nodes' highest, and what this replica itself has handed out."""
         held = self.newest.value
-        if held is not None and held.identity > self._floor.identity:
-            return Floor(held.identity, "this control plane")
-        return self._floor
+        return self._floor, Floor(held.identity if held else Identity(), "this control plane")
+
+    def _above(self, stored: Stored | None) -> Floor | None:
+        """The highest of them that the store is behind of, or in whose place it holds something else."""
+        return max((f for f in self._floors() if f.above(stored)), key=lambda f: f.identity, default=None)
 
     async def _mend_when_behind(self) -> None:
         while True:
@@ -159,26 +161,27 @@ class Replica:
         raise StoreUnavailable("other replicas kept mending the policy store; try again")
 
     async def _loaded(self) -> Stored:
-        floor = self._lowest()
         try:
             found = await self.store.load()
         except Damaged as e:
             if self.newest.value is None:
                 raise
-            return await self._mend(None, e.upon, floor)
-        if found is not None and not floor.above(found):
+            return await self._mend(None, e.upon)
+        if found is not None and self._above(found) is None:
             return found
-        return await self._mend(found, found.identity if found else Identity(), floor)
+        return await self._mend(found, found.identity if found else Identity())
 
-    async def _mend(self, found: Stored | None, upon: Identity, floor: Floor) -> Stored:
-        """The newest spec that is known, under an epoch above everything that was seen. Moved when another replica was faster."""
+    async def _mend(self, found: Stored | None, upon: Identity) -> Stored:
+        """The newest policy that is known, as it was written, under an epoch above everything that was seen. Moved when another replica was
+        faster."""
         known = max((s for s in (found, self.newest.value) if s), key=lambda s: s.identity, default=None)
         now = self._now_unix_ms()
+        floor = self._above(found) or max(self._floors(), key=lambda f: f.identity)
         first = floor.identity == Identity()
         held = str(upon) if upon > Identity() else "nothing"
         stored = await reseed(
             self.store,
-            decode_document(known.snapshot.document) if known else Document(written_unix_ms=now),
+            known.snapshot.document if known else Document(written_unix_ms=now),
             upon=upon,
             above=floor.identity.epoch,
             spec_version=max((s.spec_version for s in (found, self.newest.value) if s), default=0),
@@ -207,6 +210,7 @@ class Replica:
     ) -> Outcome:
         """A change, checked against `nodes`, written unless `dry_run` or nothing differs. With `lease` it is a controller's.
 
+        A policy that a newer build wrote is left alone: what this one does not know would be lost by it.
         PolicyRefused and Conflict (Fenced for a leader that was deposed) write nothing; StoreUnavailable means that the store did not say
         that it wrote.
         """
@@ -215,7 +219,14 @@ class Replica:
             if expect_version not in (None, stored.spec_version):
                 raise stale(expect_version or 0, stored.spec_version)
             now = self._now_unix_ms()
-            draft = build(decode_document(stored.snapshot.document), nodes(), now)
+            document = decode_document(stored.snapshot.document)
+            if document.needs_schema > POLICY_SCHEMA:
+                raise PolicyRefused(
+                    f"the policy needs schema {document.needs_schema}, this control plane understands {POLICY_SCHEMA} and would drop what it "
+                    "does not know: make the change by a newer replica, or upgrade this one",
+                    reason="SCHEMA_TOO_OLD",
+                )
+            draft = build(document, nodes(), now)
             if dry_run or not draft.changes:
                 return Outcome(stored, draft.changes)
             held = stored.identity

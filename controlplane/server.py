@@ -159,6 +159,8 @@ class ControlPlane:
 
     async def _serve_once_loaded(self) -> None:
         await self.loaded()
+        # Until it has looked for the others it knows only its own nodes, and would check a change against those alone.
+        await self.peers.looked.wait()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         shown: bool | None = None
         while True:

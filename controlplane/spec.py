@@ -204,9 +204,44 @@ def _finished(before: Document, after: Document, nodes: Iterable[Node], now_unix
     after = dataclasses.replace(after, adjustments=live, written_unix_ms=now_unix_ms)
     after = dataclasses.replace(after, needs_schema=after.own_schema())
     changed = {c.field for c in changes}
-    for node in _kinds(nodes, before, after):
-        _check(before, after, node, changed, now_unix_ms)
+    touched = _touched(before, after)
+    kinds = _kinds((n for n in nodes if any(s.covers(n) for s in touched)), before, after)
+    was, will_be = _ByScope(before), _ByScope(after)
+    for node in kinds:
+        _check(was.of(node), will_be.of(node), node, changed, now_unix_ms)
     return Draft(after, changes)
+
+
+def _touched(before: Document, after: Document) -> list[Scope]:
+    """Whom a change concerns; the mesh alone where it concerns everyone."""
+    if before.base != after.base or before.pins != after.pins:
+        return [Scope()]
+    overlays = {(o.owner, o.scope, tuple(o.policy.items())) for o in before.overlays}
+    overlays ^= {(o.owner, o.scope, tuple(o.policy.items())) for o in after.overlays}
+    scopes = {scope for _, scope, _ in overlays} | {a.scope for a in set(before.adjustments) ^ set(after.adjustments)}
+    return [Scope()] if Scope() in scopes else list(scopes)
+
+
+class _ByScope:
+    """A document's overlays and adjustments by whom they are for, so that a node's own are found without a look at all others."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._items: dict[tuple[ScopeKind, str], list[tuple[int, Overlay | Adjustment]]] = {}
+        items: list[Overlay | Adjustment] = [*document.overlays, *document.adjustments]
+        for place, item in enumerate(items):
+            for name in item.scope.names or ("",):
+                self._items.setdefault((item.scope.kind, name), []).append((place, item))
+
+    def of(self, node: Node) -> Document:
+        """What concerns the node, in the document's order."""
+        labels = [(ScopeKind.LABEL, f"{k}={v}") for k, v in node.labels.items()]
+        ids = [(ScopeKind.NODE, node.node_id), (ScopeKind.ROLLOUT, node.node_id)]
+        keys = ((ScopeKind.MESH, ""), (ScopeKind.POOL, node.pool), *labels, *ids)
+        found = sorted({place: item for key in keys for place, item in self._items.get(key, ())}.items())
+        overlays = tuple(item for _, item in found if isinstance(item, Overlay))
+        adjustments = tuple(item for _, item in found if isinstance(item, Adjustment))
+        return dataclasses.replace(self._document, overlays=overlays, adjustments=adjustments)
 
 
 LIMITS = sorted({name for f in FIELDS.values() for name in (f.limit, f.inactive_from) if name})
@@ -236,10 +271,13 @@ def differences(before: Document, after: Document) -> tuple[Change, ...]:
     a, b = ({(o.owner, o.scope): o.policy for o in x.overlays} for x in (before, after))
     for key in dict.fromkeys((*a, *b)):
         found += diff(a.get(key, {}), b.get(key, {}), str(key[1]))
-    had, has = ({p.field for p in x.pins} for x in (before, after))
+    had, has = ({p.field: p for p in x.pins} for x in (before, after))
     for path in FIELDS:
         if (path in had) != (path in has):
             found.append(Change(path, *((FREE, PINNED) if path in has else (PINNED, FREE)), "pin"))
+        elif had.get(path) != has.get(path):
+            pins = [f"{PINNED} by {x[path].author}: {x[path].reason}" for x in (had, has)]
+            found.append(Change(path, pins[0], pins[1], "pin"))
     moved, moves = ({key_of(m): m for m in x.adjustments} for x in (before, after))
     for who in dict.fromkeys((*moved, *moves)):
         old, new = moved.get(who), moves.get(who)

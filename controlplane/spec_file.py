@@ -31,6 +31,7 @@ OVERLAY = ("pool", "label", "node", "fields")
 PIN = ("field", "reason", "author")
 SCOPES = {"pool": ScopeKind.POOL, "label": ScopeKind.LABEL, "node": ScopeKind.NODE}
 MAX_FILE_BYTES = 1 << 20
+MAX_VERSION = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,14 @@ def read(data: str) -> SpecFile:
         raise _invalid([Violation("file", f"at most {MAX_FILE_BYTES >> 20} MiB")])
     try:
         said = yaml.load(data, Loader=_loader())
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        # PyYAML lets through what Python says of a date or a number that is none, and of what is nested too deep.
         raise _invalid([Violation("file", f"is not YAML: {' '.join(str(e).split())}")]) from e
     faults: list[Violation] = []
     top = _mapping(said if said is not None else {}, "file", TOP, faults)
     version = top.get("expect_version")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
-        faults.append(Violation("expect_version", f"a whole number, not {version!r}"))
+    if version is not None and (type(version) is not int or not 0 <= version <= MAX_VERSION):
+        faults.append(Violation("expect_version", f"a whole number from 0 to {MAX_VERSION}"))
         version = None
     fields = _fields(top.get("fields"), "fields", faults)
     overlays = []
@@ -71,15 +73,23 @@ def read(data: str) -> SpecFile:
             overlays.append((parse_scope(f"{named[0][0]}/{named[0][1]}"), typed))
         except PolicyRefused as e:
             faults.append(Violation(at, e.message))
-    pins = []
+    pins: list[Pin] = []
     for i, each in enumerate(_list(top.get("pins"), "pins", faults)):
         at = f"pins[{i}]"
         pin = _mapping({"field": each} if isinstance(each, str) else each, at, PIN, faults)
-        words = {key: str(pin.get(key) or "") for key in PIN}
+        words = {key: pin.get(key) or "" for key in PIN}
+        wrong = [key for key, said in words.items() if not (isinstance(said, str) and said.isprintable())]
+        if wrong:
+            faults += [Violation(f"{at}.{key}", "one line of text") for key in wrong]
+            continue
         try:
-            pins.append(Pin(field_of(words["field"]).path, words["author"], words["reason"]))
+            made = Pin(field_of(words["field"]).path, words["author"], words["reason"])
         except PolicyRefused as e:
             faults.append(Violation(at, e.message))
+            continue
+        if any(p.field == made.field for p in pins):
+            faults.append(Violation(at, f"{made.field} comes twice"))
+        pins.append(made)
     if not faults:
         try:
             return SpecFile(parse_spec(fields, overlays, pins), version)
@@ -197,10 +207,17 @@ def _put(typed: dict[str, str], path: str, value: Any, at: str, faults: list[Vio
             typed[path] = "default"
         else:
             # Typed as YAML has it: text that looks like a number is not one.
-            checked: Value = f.check(tuple(value) if isinstance(value, list) else value)
+            checked: Value = f.check(_plain(value))
             typed[path] = _as_typed(checked)
     except PolicyRefused as e:
         faults.append(Violation(place, e.message))
+
+
+def _plain(value: Any) -> Any:
+    """Names as a tuple; what is nested by its kind alone, since no field takes it and a few lines of YAML can make it endless to show."""
+    if isinstance(value, list) and all(isinstance(x, str) for x in value):
+        return tuple(value)
+    return type(value).__name__ if isinstance(value, list | Mapping | set) else value
 
 
 def _as_typed(value: Value) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from controlplane.render import history_json, identity_json
 
 Place = tuple[int, int]
 """(epoch, revision)"""
+LATE_MS = 60_000
+"""An answer that comes so long after the write is of a node that joined since: it says nothing of how fast the change was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,11 @@ class Chapter:
 
     @property
     def took_ms(self) -> float | None:
-        """From the write to the last node's answer, by the control planes' clocks; None without an answer."""
-        if not self.answers or self.entry.refused_because:
+        """From the write to the last answer of those nodes that were there, by the control planes' clocks; None without an answer."""
+        if self.entry.refused_because:
             return None
-        return float(max(a.at_unix_ms for a in self.answers) - self.entry.written_unix_ms)
+        took = (a.at_unix_ms - self.entry.written_unix_ms for a in self.answers)
+        return max((float(ms) for ms in took if ms < LATE_MS), default=None)
 
 
 def place(identity: Any) -> Place:
@@ -59,8 +63,9 @@ def _sorted(answers: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def of_field(story: Iterable[Chapter], path: str) -> list[Chapter]:
-    """Those that changed the field, or tried to: a refused attempt says what was tried in words, each field by its name."""
-    return [c for c in story if any(x.field == path for x in c.entry.changes) or f"{path}=" in c.entry.refused_because]
+    """Those that changed the field, or tried to: a refused attempt says in words what was tried or what is to blame, each field by its name."""
+    named = re.compile(rf"(?<![\w.]){re.escape(path)}(?![\w.]\w)(?!\w)")
+    return [c for c in story if any(x.field == path for x in c.entry.changes) or named.search(c.entry.refused_because)]
 
 
 def during(story: Iterable[Chapter], first_unix_ms: float, last_unix_ms: float) -> list[Chapter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from opentelemetry.trace import Span
@@ -16,7 +17,11 @@ from trimtab.snapshot import Identity
 
 
 class Stream:
-    """`due` wakes the stream's writer, which then compares `pushed` and `viewed` with what is newest, and sends what `calls` holds unsent."""
+    """`due` wakes the stream's writer, which then compares `pushed` and `viewed` with what is newest, and sends what `calls` holds unsent.
+
+    One push is unanswered at a time (`awaiting`, since `awaiting_since` in seconds of the monotonic clock): gRPC would take hundreds for a
+    slow node into its own buffers, and the node would have to go through all of them.
+    """
 
     def __init__(self, hello: Hello, session: int) -> None:
         self.hello = hello
@@ -27,8 +32,9 @@ class Stream:
         self.because: TrimtabError | None = None
         self.pushed = hello.held
         self.viewed = 0
+        self.awaiting: Identity | None = None
+        self.awaiting_since = 0.0
         self._push: tuple[Identity, Span] | None = None
-        self._untraced: Identity | None = None
 
     def end(self, because: TrimtabError | None = None) -> None:
         self.open = False
@@ -36,31 +42,25 @@ class Stream:
         self.due.set(None)
 
     def begin_push(self, stored: Stored, *, traced: bool) -> str:
-        """Opens the push's span under the put's, and gives its traceparent. One is open at a time: what a node skips it does not answer.
-
-        Untraced, it gives the put's own.
-        """
+        """Opens the push's span under the put's, and gives its traceparent; untraced, it gives the put's own."""
         self.close_push("unanswered")
+        self.pushed = self.awaiting = stored.identity
+        self.awaiting_since = time.monotonic()
         if not traced:
-            self.pushed = stored.identity
-            self._untraced = stored.identity
             return stored.traceparent
         attributes = {"trimtab.node": self.hello.node.node_id, "trimtab.policy": str(stored.identity)}
         span = tracer().start_span("policy.push", context=parse_traceparent(stored.traceparent), attributes=attributes)
         self._push = (stored.identity, span)
-        self.pushed = stored.identity
         return traceparent(span)
 
     def answered(
         self, identity: Identity, result: str, *, refused: TrimtabError | None = None, cause: str = ""
     ) -> bool:
-        """Ends the push's span. False for an answer to another push than the open one."""
-        if self._untraced == identity:
-            self._untraced = None
-            return True
-        if self._push is None or self._push[0] != identity:
+        """Ends the push and its span. False for an answer to another push than the open one."""
+        if self.awaiting != identity:
             return False
-        if refused is not None:
+        self.awaiting = None
+        if refused is not None and self._push is not None:
             fail(self._push[1], refused, cause)
         self.close_push(result)
         return True
@@ -72,7 +72,6 @@ class Stream:
             span_at("policy.apply", self._push[1], now - apply_ms / 1000, now, facts)
 
     def close_push(self, result: str) -> None:
-        self._untraced = None
         if self._push is not None:
             self._push[1].set_attribute("trimtab.result", result)
             self._push[1].end()

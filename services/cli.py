@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.kit.cli import ExitCode, echo_json, fail, gateway_option, json_option, run, table
 from trimtab.kit.process import state_dir
 from trimtab.kit.run_file import DEFAULT_MESH, gateway_address, running
+from trimtab.kit.tls import CertificateError
 from trimtab.messages import ChatMessage, Request, Sampling, Workload
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ def chat(
         _answer(template, (*opening, ChatMessage("user", prompt)), gateway, timeout_s, as_json)
         return
     with asyncio.Runner() as runner:
-        client = runner.run(_made(Client, gateway_address(gateway)))
+        with _certificates_read():
+            client = runner.run(_made(Client, gateway_address(gateway)))
         try:
             converse(runner, Conversation(client, template, system), timeout_s=timeout_s)
         finally:
@@ -184,7 +187,8 @@ def _answer(template: Request, prompt: Any, gateway: str | None, timeout_s: floa
 
     answer = Answer()
     try:
-        run(_ask(template, prompt, gateway_address(gateway), answer, timeout_s, as_json))
+        with _certificates_read():
+            run(_ask(template, prompt, gateway_address(gateway), answer, timeout_s, as_json))
     except TrimtabError as e:
         if answer.text and not as_json:
             click.echo()
@@ -213,6 +217,15 @@ async def _ask(
     async with Client(address) as client:
         request = replace(template, model=await model_or_only(client, template.model), prompt=prompt)
         await ask(client, request, answer, (lambda _: None) if as_json else write, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def _certificates_read() -> Iterator[None]:
+    """What is wrong with TRIMTAB_TLS_* is a usage error, in its own words."""
+    try:
+        yield
+    except CertificateError as e:
+        raise click.UsageError(str(e)) from e
 
 
 async def _made(kind: Any, *args: Any) -> Any:

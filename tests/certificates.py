@@ -19,7 +19,8 @@ class Authority:
         self.mesh = mesh
         self._pair: Pair = authority(mesh, days=2, now=self._now())
         self.ca = where / "ca.pem"
-        self.ca.write_bytes(self._pair.cert)
+        self.authority = self._pair.cert
+        self.ca.write_bytes(self.authority)
 
     @staticmethod
     def _now() -> datetime.datetime:

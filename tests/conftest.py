@@ -1,12 +1,27 @@
-"""For every test: processes that tests start share compiled code, and no property fails because the machine is slow."""
+"""For every test: processes share compiled code, tests run side by side, and no property fails because the machine is slow."""
 
 import os
+import sys
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
+
+import trimtab.kit.process
+from tests import workers
 
 # Setup compiled what is installed; our own source is compiled by whoever imports it first, and not by each started process anew.
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+sys.dont_write_bytecode = False
+
+# Before anybody imports it from there: a port that is free now must not be given to the test next door as well.
+ports = workers.ports_of_its_own()
+if ports is not None:
+    trimtab.kit.process.free_port = lambda host="127.0.0.1": ports()
+
+# Rich's pictures of tracebacks, with every frame's source and locals, take 70 ms each, and what tests provoke is full of them.
+structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
 
 # Over what is in force already: Hypothesis has a profile of its own for CI, which draws the same examples each time.
 settings.register_profile(
@@ -16,3 +31,24 @@ settings.register_profile(
     suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow],
 )
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        workers.slow_first(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm") and workers.TESTS / "vllm" not in item.path.parents:
+        pytest.fail(f"it needs vLLM, and so belongs into {workers.VLLM}/: others run side by side", pytrace=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return workers.WORKERS if workers.is_whole(config) else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> workers.VllmAlone | None:
+    return workers.VllmAlone(config, log) if config.getvalue("dist") == "loadfile" else None

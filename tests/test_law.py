@@ -34,6 +34,7 @@ MAY_SEE_THE_WIRE = {
         "membership",
         "commands",
         "peers",
+        "view",
     ),
 }
 """Names of modules (or of packages around them) that turn wire types into calls; besides codec, kit and client."""

@@ -47,6 +47,8 @@ class Client:
 
     def __init__(self, address: str, *, kind: str = "gateway", tls: Tls | None = None) -> None:
         self.address = address
+        self._kind = kind
+        self._tls = tls
         self._channel = rpc.channel(address, kind, tls=tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
@@ -105,6 +107,8 @@ class Client:
         """gRPC gives a refused connection and a server's own UNAVAILABLE one code; only a server's carries a reason."""
         kind = rpc.from_call(error)
         if _is_transport(kind) and _CONNECT_FAILED.search(kind.message):
+            if fault := rpc.tls_fault(kind.message, self._kind, tls=self._tls):
+                return Unreachable(f"can't talk to {self.address}: {fault}")
             return Unreachable(f"nothing answers at {self.address} ({kind.message.rsplit(': ', 1)[-1]})")
         return kind
 

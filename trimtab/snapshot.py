@@ -7,6 +7,7 @@ does. Invariant: resolving never half-applies; it gives a whole Policy or one re
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -251,27 +252,16 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
             )
     pinned = {p.field for p in document.pins}
     live = [a for a in document.adjustments if a.expires_unix_ms > now_unix_ms and a.scope.covers(node)]
-    for path, f in FIELDS.items():
-        spec = values.get(path, f.default)
-        sources.setdefault(path, "default")
-        limit = node.limits.of(f.limit)
-        ceiling = f.maximum if limit is None else min(f.maximum, limit)
-        mine = [] if path in pinned else [a for a in live if a.field == path]
-        # Numbers take factors and deltas, words that are ranked take words; all else is passed over.
-        moved = [a for a in mine if (a.state is None if f.numeric else a.state in f.restrictive)]
-        effective: Value = spec
-        if isinstance(spec, int | float):
-            effective = fold(spec, moved, f.minimum, ceiling)
-        elif isinstance(spec, str):
-            effective = fold_state(spec, (a.state for a in moved), f.restrictive)
-        if moved:
-            sources[path] += f", {text(spec)} → {text(effective)} by " + ", ".join(
-                f"{a.controller} ({a.reason})" for a in moved
-            )
-        elif effective != spec:
-            sources[path] += f", clamped to the engine's {f.limit}"
-        values[path] = effective
-    policy = with_fields(Policy(), values)
+    moves = {a.field for a in live} - pinned
+    # A mesh sets a few fields of many; the rest is what an engine with these limits has anyway.
+    unset = _unset(node.limits)
+    found: dict[str, Value] = {}
+    for path in (*values, *(path for path in FIELDS if path in moves and path not in values)):
+        f = FIELDS[path]
+        mine = [a for a in live if a.field == path] if path in moves else []
+        found[path], said = _effective(f, values.get(path, f.default), mine, node.limits)
+        sources[path] = sources.get(path, DEFAULT) + said
+    policy = with_fields(unset.policy, found) if found else unset.policy
     if policy.prefill.step_tokens < policy.batch.active:
         raise PolicyRefused(
             f"prefill.step_tokens = {policy.prefill.step_tokens} is less than batch.active = {policy.batch.active}: each running "
@@ -280,11 +270,45 @@ def resolve(document: Document, node: Node, *, now_unix_ms: int) -> Resolved:
             field="prefill.step_tokens",
             node=node.node_id,
         )
-    return Resolved(policy, sources, tuple(path for path, f in FIELDS.items() if _is_inactive(f, values[path], node)))
+    inactive = unset.inactive
+    if any(FIELDS[path].inactive_from for path in found):
+        was = set(unset.inactive) - found.keys()
+        is_now = {path for path, value in found.items() if _is_inactive(FIELDS[path], value, node.limits)}
+        inactive = tuple(path for path in FIELDS if path in was or path in is_now)
+    return Resolved(policy, {**unset.sources, **sources}, inactive)
 
 
-def _is_inactive(f: Field, value: Value, node: Node) -> bool:
-    limit = node.limits.of(f.inactive_from)
+DEFAULT = "default"
+"""Where a value comes from that nobody set."""
+
+
+def _effective(f: Field, spec: Value, mine: Iterable[Adjustment], limits: Limits) -> tuple[Value, str]:
+    """The field's value after adjustments and the engine's limit, and what to say of that beside where the spec comes from."""
+    # Numbers take factors and deltas, words that are ranked take words; all else is passed over.
+    moved = [a for a in mine if (a.state is None if f.numeric else a.state in f.restrictive)]
+    limit = limits.of(f.limit)
+    effective: Value = spec
+    if isinstance(spec, int | float):
+        effective = fold(spec, moved, f.minimum, f.maximum if limit is None else min(f.maximum, limit))
+    elif isinstance(spec, str):
+        effective = fold_state(spec, (a.state for a in moved), f.restrictive)
+    if moved:
+        who = ", ".join(f"{a.controller} ({a.reason})" for a in moved)
+        return effective, f", {text(spec)} → {text(effective)} by {who}"
+    return effective, f", clamped to the engine's {f.limit}" if effective != spec else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _unset(limits: Limits) -> Resolved:
+    """What an engine with these limits has where nobody sets anything. Whether it starves decodes is for the caller to see."""
+    found = {path: _effective(f, f.default, (), limits) for path, f in FIELDS.items()}
+    policy = with_fields(Policy(), {path: value for path, (value, _) in found.items()})
+    inactive = tuple(path for path, (value, _) in found.items() if _is_inactive(FIELDS[path], value, limits))
+    return Resolved(policy, {path: DEFAULT + said for path, (_, said) in found.items()}, inactive)
+
+
+def _is_inactive(f: Field, value: Value, limits: Limits) -> bool:
+    limit = limits.of(f.inactive_from)
     return limit is not None and isinstance(value, int) and value >= limit
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from dataclasses import dataclass
 
 import click
@@ -46,6 +47,9 @@ class Verbs(click.Group):
         verb = VERBS.get(cmd_name)
         if verb is None:
             return None
+        if cmd_name != "up":
+            # gRPC's own lines on a failed handshake; whoever typed the verb gets ours, and servers keep theirs.
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         command: click.Command = getattr(importlib.import_module(verb.module), verb.attribute)
         return command
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from trimtab.kit.cli import ExitCode, echo_json, json_option
-from trimtab.kit.tls import KINDS, PEOPLE, CertificateError
+from trimtab.kit.tls import ANY_NAME, KINDS, NODES, OTHERS, PEOPLE, CertificateError
 
 CA, CA_KEY = "ca.pem", "ca-key.pem"
 EXPIRES_SOON = datetime.timedelta(days=30)
@@ -19,7 +19,6 @@ _dir = click.option(
     "--dir", "where", type=click.Path(file_okay=False, path_type=Path), default=Path("certs"), show_default=True, metavar="DIR",
     help="Where the files are.",
 )  # fmt: skip
-_mesh = click.option("--mesh", default="default", show_default=True, metavar="NAME", help="Mesh that they are for.")
 
 
 @click.group()
@@ -33,7 +32,7 @@ def certs() -> None:
 
 @certs.command()
 @_dir
-@_mesh
+@click.option("--mesh", default="default", show_default=True, metavar="NAME", help="Mesh that it is for.")
 @click.option(
     "--days", type=click.IntRange(1, 36500), default=3650, show_default=True, metavar="N", help="It lasts so long."
 )
@@ -46,7 +45,10 @@ def init(where: Path, mesh: str, days: int, as_json: bool) -> None:
         _fail(
             f"{where} has an authority already; what it signed would be worth nothing. Take another --dir, or move it away"
         )
-    pair = authority(mesh, days=days, now=_now())
+    try:
+        pair = authority(mesh, days=days, now=_now())
+    except CertificateError as e:
+        raise click.UsageError(str(e)) from e
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(where / CA_KEY, pair.key, 0o600)
     _write(where / CA, pair.cert, 0o644)
@@ -68,18 +70,21 @@ def init(where: Path, mesh: str, days: int, as_json: bool) -> None:
     help="Name or address that clients from outside call it by; repeat it.",
 )
 @_dir
-@_mesh
+@click.option("--mesh", metavar="NAME", help="Mesh that it is for. [default: the authority's]")
 @click.option(
     "--days", type=click.IntRange(1, 3650), default=90, show_default=True, metavar="N", help="It lasts so long."
 )
 @json_option
-def issue(kind: str, name: str, hosts: tuple[str, ...], where: Path, mesh: str, days: int, as_json: bool) -> None:
+def issue(
+    kind: str, name: str, hosts: tuple[str, ...], where: Path, mesh: str | None, days: int, as_json: bool
+) -> None:
     """Issue, or renew, a certificate for a control, worker or gateway process of that node id, or for a person who is viewer, operator or
     admin. The name * is for a whole pool of pods: any node id of the kind."""
     from trimtab.kit import certificates as c
 
     try:
         signer = c.Pair((where / CA).read_bytes(), (where / CA_KEY).read_bytes())
+        mesh = mesh or c.mesh_of(signer.cert) or "default"
         pair = c.issue(signer, mesh, kind, name, hosts=hosts, days=days, now=_now())
     except OSError as e:
         _fail(f"can't read {e.filename}: {e.strerror}; make the authority first: trimtab certs init --dir {where}")
@@ -100,7 +105,8 @@ def issue(kind: str, name: str, hosts: tuple[str, ...], where: Path, mesh: str, 
             f"use it: export TRIMTAB_TLS_CA={where / CA} TRIMTAB_TLS_CERT={cert} TRIMTAB_TLS_KEY={key} TRIMTAB_TLS_MESH={mesh}"
         )
     else:
-        click.echo(f"use it: --tls-ca {where / CA} --tls-cert {cert} --tls-key {key}")
+        me = f" --node-id {name}" if kind in NODES and name != ANY_NAME else ""
+        click.echo(f"use it: --tls-ca {where / CA} --tls-cert {cert} --tls-key {key} --mesh {mesh}{me}")
 
 
 @certs.command()
@@ -109,13 +115,21 @@ def issue(kind: str, name: str, hosts: tuple[str, ...], where: Path, mesh: str, 
 )
 @json_option
 def show(files: tuple[Path, ...], as_json: bool) -> None:
-    """Show whose certificates these are, and until when they hold. Exit code 1 when one has run out."""
+    """Show whose certificates these are, and until when they hold. Exit code 1 when one has run out. Private keys among the files are passed
+    over, with a warning where everybody on the machine can read them."""
     from trimtab.kit.certificates import about
 
     rows: list[dict[str, Any]] = []
     for file in files:
         try:
-            a = about(file.read_bytes())
+            data = file.read_bytes()
+            if b"PRIVATE KEY-----" in data and b"BEGIN CERTIFICATE-----" not in data:
+                if file.stat().st_mode & OTHERS:
+                    click.secho(
+                        f"warning: everybody on this machine can read {file}: chmod 600 {file}", fg="yellow", err=True
+                    )
+                continue
+            a = about(data)
         except (CertificateError, OSError) as e:
             raise click.UsageError(f"{file}: {e}") from e
         left = a.not_after - _now()

@@ -160,8 +160,10 @@ def _checked(path: str | None, section: tuple[str, ...], as_json: bool) -> Path 
 
 
 def _public(value: Any) -> Any:
-    """The value without the password of a URL."""
-    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", value) if isinstance(value, str) else value
+    """The value without the password of a URL, before its host or among its options."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*:).*@", r"\1***@", value))
 
 
 def _toml(value: Any) -> str:

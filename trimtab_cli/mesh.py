@@ -21,6 +21,7 @@ from services.worker.settings import WorkerSettings
 from trimtab.kit import run_file
 from trimtab.kit.config import ConfigError, find_file, load, options
 from trimtab.kit.process import state_dir
+from trimtab.kit.tls import check_own, tls_of
 from trimtab_cli.plan import Plan, Sections
 from trimtab_cli.settings import UpSettings
 
@@ -28,6 +29,8 @@ OURS = ("node_id", "mesh", "listen", "metrics", "control", "parent_pid")
 """Worker settings that differ from worker to worker, or that hold the mesh together."""
 
 
+GATEWAY = "g0"
+"""What `up` calls its gateway."""
 HANDED_ON = ("engine", "model", "max_num_seqs")
 """Settings of `up` that are every worker's."""
 
@@ -64,9 +67,28 @@ def load_sections(path: str | None, flags: Mapping[str, Any], extra: tuple[str, 
     worker = section(WorkerSettings, "worker", worker_flags)
     gateway = section(GatewaySettings, "gateway", {})
     control = section(ControlSettings, "control", {})
+    if not found:
+        found.update(dict.fromkeys(_tls_faults(up, worker, gateway, control)))
     if found:
         raise ConfigError(list(found))
     return Sections(up, worker, gateway, control, worker_flags, path)
+
+
+def _tls_faults(
+    up: UpSettings, worker: WorkerSettings, gateway: GatewaySettings, control: ControlSettings
+) -> Iterator[str]:
+    """What would keep these processes from talking to each other."""
+    parts = {"worker": worker, "gateway": gateway, "control": control}
+    plain = [name for name, settings in parts.items() if not settings.tls_cert]
+    if 0 < len(plain) < len(parts):
+        yield f"[{'] and ['.join(plain)}] without tls_ca, tls_cert and tls_key: either all parts of a mesh speak TLS, or none"
+        return
+    names = [("control", ""), ("gateway", GATEWAY), *(("worker", f"w{i}") for i in range(up.workers))]
+    for kind, name in names:
+        try:
+            check_own(kind, name, tls_of(parts[kind], up.mesh))
+        except ConfigError as e:
+            yield from e.faults
 
 
 def _worker_flags(extra: tuple[str, ...]) -> dict[str, Any]:

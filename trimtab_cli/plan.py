@@ -24,6 +24,8 @@ from trimtab_cli.settings import UpSettings
 from trimtab_cli.valkey import embedded
 
 PORTS_TRIED = 200
+CONTROL_PORTS = 2
+"""That a replica of the control plane has, one beside the other: gRPC and metrics. The next replica's come after them."""
 
 
 class Tier(enum.IntEnum):
@@ -50,6 +52,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """`control` is what `--control` takes: the replicas' addresses, with commas between them."""
+
     specs: tuple[Spec, ...]
     gateway: str
     http: str
@@ -97,8 +101,8 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     up, ports = sections.up, _Ports()
     gateway = ports.take(sections.gateway.listen, "gateway")
     http = ports.take(sections.gateway.http, "gateway's HTTP door")
-    control = ports.take(sections.control.listen, "control plane")
-    control_metrics = ports.take(sections.control.metrics, "control plane's metrics")
+    controls = [_control(sections.control, ports, i) for i in range(up.controls)]
+    control = ",".join(replica.listen for replica in controls)
     parent = os.getpid()
     common = ["--mesh", up.mesh, "--parent-pid", str(parent)]
     if sections.file is not None:
@@ -106,15 +110,19 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     specs: list[Spec] = []
     # A store that the control plane's own settings name is not passed over for an empty one of ours.
     named = up.redis or (sections.control.redis if sections.control.redis != ControlSettings().redis else "")
+    if named.startswith("memory://") and up.controls > 1:
+        raise ConfigError([f"{up.controls} replicas of the control plane need a store that they share, not {named}"])
     if named:
         store = named
     else:
         valkey = embedded(state_dir / "valkey", parent)
         store = valkey.url
         specs.append(Spec("valkey", Tier.STORE, valkey.argv, str(valkey.socket)))
-    argv = _module("controlplane", *common, "--listen", control, "--metrics", control_metrics)
-    # Not as a flag: a store's URL may hold a password, and everybody on the machine can read command lines.
-    specs.append(Spec("control", Tier.CONTROL, argv, control, control_metrics, env={"TRIMTAB_CONTROL_REDIS": store}))
+    for replica in controls:
+        argv = _module("controlplane", *common, *replica.flags)
+        # Not as a flag: a store's URL may hold a password, and everybody on the machine can read command lines.
+        env = {"TRIMTAB_CONTROL_REDIS": store}
+        specs.append(Spec(replica.name, Tier.CONTROL, argv, replica.listen, replica.metrics, env=env))
     workers: list[str] = []
     cores = _cores_each(up.workers, len(os.sched_getaffinity(0)), os.environ)
     for i in range(up.workers):
@@ -128,6 +136,30 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     argv = _module("services.gateway", *common, *where)
     specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
     return Plan(tuple(specs), gateway, http, control, tuple(workers), store, tuple(ports.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """One replica of the control plane."""
+
+    name: str
+    listen: str
+    metrics: str
+    flags: tuple[str, ...]
+
+
+def _control(settings: ControlSettings, ports: _Ports, i: int) -> _Control:
+    """What the settings give to one replica alone is the first one's; the others get their own."""
+    name = f"control{i}" if i else "control"
+    what, offset = f"control plane {i}" if i else "control plane", i * CONTROL_PORTS
+    listen = ports.take(settings.listen, what, offset)
+    metrics = ports.take(settings.metrics, f"{what}'s metrics", offset)
+    flags = ["--listen", listen, "--metrics", metrics]
+    if i and settings.replica_id:
+        flags += ["--replica-id", f"{settings.replica_id}-{i}"]
+    if i and settings.advertise:
+        flags += ["--advertise", f"{host_port(settings.advertise)[0]}:{host_port(listen)[1]}"]
+    return _Control(name, listen, metrics, tuple(flags))
 
 
 def _cores_each(workers: int, cores: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ def report(
         "mesh": sections.up.mesh,
         "engine": sections.worker.engine,
         "gateway": plan.gateway,
-        "http": f"http://{plan.http}",
+        "http": f"{scheme(sections)}://{plan.http}",
         "control": plan.control,
         "workers": list(plan.workers),
         "logs": str(state_dir(sections.up.mesh) / "logs"),
@@ -36,8 +36,10 @@ def report(
 
 
 def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: float) -> str:
-    up, worker = sections.up, sections.worker
+    up, worker, ca = sections.up, sections.worker, sections.gateway.tls_ca
     count = f"{up.workers} worker{'s' if up.workers > 1 else ''}"
+    if up.controls > 1:
+        count = f"{up.controls} control plane replicas, {count}"
     lines = [f"trimtab is up after {took_s:.1f} s: mesh {up.mesh}, {count}, engine {worker.engine}", ""]
     if greeting is not None:
         lines += [
@@ -48,28 +50,38 @@ def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: flo
         ]
     lines += [
         f"  gRPC     {plan.gateway}",
-        f"  OpenAI   http://{plan.http}/v1",
-        f"  metrics  http://{plan.http}/metrics",
-        f"  control  {plan.control}",
+        f"  OpenAI   {scheme(sections)}://{plan.http}/v1",
+        f"  metrics  {scheme(sections)}://{plan.http}/metrics",
+        f"  control  {plan.control.replace(',', ', ')}",
         f"  logs     {_short(state_dir(up.mesh) / 'logs')}",
         "",
         "Try, in another terminal:",
-        *(f"  {line}" for line in commands(up.mesh, plan, greeting.model if greeting else "MODEL")),
+        *(f"  {line}" for line in commands(up.mesh, plan, greeting.model if greeting else "MODEL", ca)),
+        *(
+            ("  (with a certificate of your own in TRIMTAB_TLS_CA, _CERT, _KEY: trimtab certs issue operator NAME)",)
+            if ca
+            else ()
+        ),
         "",
         "Ctrl-C stops it.",
     ]
     return "\n".join(lines)
 
 
-def commands(mesh: str, plan: Plan, model: str) -> list[str]:
-    """Three lines that work as they stand, pasted into a shell in this directory."""
+def scheme(sections: Sections) -> str:
+    """Of the gateway's HTTP door."""
+    return "https" if sections.gateway.tls_cert else "http"
+
+
+def commands(mesh: str, plan: Plan, model: str, ca: str = "") -> list[str]:
+    """Three lines that work as they stand, pasted into a shell in this directory. `ca` is the authority's file where the mesh has TLS."""
     me = own_name()
     gateway = f" --gateway {plan.gateway}" if mesh != DEFAULT_MESH else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return [
         f"{me} chat{gateway}",
         policy_set(mesh, plan, "batch.active=4"),
-        f"curl http://{plan.http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"curl {f'--cacert {ca} https' if ca else 'http'}://{plan.http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
     ]
 
 

@@ -20,6 +20,7 @@ import click
 from trimtab.errors import TrimtabError
 from trimtab.kit.cli import ExitCode, json_option
 from trimtab.kit.config import ConfigError, options
+from trimtab.kit.tls import tls_of
 from trimtab_cli import mesh
 from trimtab_cli.plan import Plan, Sections, make
 from trimtab_cli.progress import Screen, screen
@@ -67,11 +68,15 @@ def up(path: str | None, as_json: bool, extra: tuple[str, ...], **flags: Any) ->
 
 async def _run(sections: Sections, state: Path, show: Screen) -> int:
     """From the plan to the last process's end; the exit code."""
+    from trimtab.kit.rpc import use_tls
+
     begun = time.monotonic()
     stop = Stop(asyncio.get_running_loop())
     if await stop.or_done(mesh.fetch_model(sections.worker)):
         return ExitCode.OK
     plan = make(sections, state)
+    # The control plane's own certificate opens every door of the mesh: `up` asks for health and a prompt with it.
+    use_tls(tls_of(sections.control, sections.up.mesh))
     for note in plan.notes:
         show.event("port_moved", note)
     record = mesh.Record(sections.up.mesh, plan)

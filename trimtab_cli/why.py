@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import textwrap
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from controlplane.cli import ask
-from trimtab.kit.cli import ExitCode, control_option, echo_json, json_option
+from trimtab.errors import TrimtabError
+from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option
 from trimtab.policy import FIELDS
 
 if TYPE_CHECKING:
@@ -50,27 +53,55 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
     """
     from controlplane import story as s
 
-    async def look(client: AdminClient) -> tuple[list[Chapter], Any]:
-        people = (await client.history(PEOPLE)).entries
-        entries = s.merged(people, (await client.history(ALL, controllers=True)).entries)
-        return s.chapters(entries, (await client.answers(ANSWERS)).answers), await client.fleet()
+    async def look(client: AdminClient) -> Known:
+        try:
+            fleet = await client.fleet()
+        except TrimtabError as e:
+            return Known([], None, e)
+        try:
+            people = (await client.history(PEOPLE)).entries
+            entries = s.merged(people, (await client.history(ALL, controllers=True)).entries)
+            return Known(s.chapters(entries, (await client.answers(ANSWERS)).answers), fleet)
+        except TrimtabError as e:
+            return Known([], fleet, e)
 
     if subject in FIELDS:
         _field(subject, look, limit, control, as_json)
         return
-    story, fleet = ask(control, as_json, look)
+    known = ask(control, as_json, look)
     if export is not None:
-        for row in s.rows(story):
+        for row in s.rows(known.story_or_end(as_json)):
             export.write(json.dumps(row, ensure_ascii=False) + "\n")
     elif subject is None:
-        _tell("", story[:limit], as_json)
-    elif any(n.hello.node_id == subject for n in fleet.nodes):
-        _node(subject, story, fleet, limit, as_json)
+        _tell("", known.story_or_end(as_json)[:limit], as_json)
+    elif known.fleet is not None and any(n.hello.node_id == subject for n in known.fleet.nodes):
+        _node(subject, known, limit, as_json)
     else:
-        _request(subject, story, mesh, as_json)
+        _request(subject, known, mesh, as_json)
 
 
-def _tell(head: str, story: list[Chapter], as_json: bool, **more: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the control plane told. Without its store it has no story, and nothing at all when nobody answers; `missing` says why."""
+
+    story: list[Chapter]
+    fleet: Any
+    missing: TrimtabError | None = None
+
+    def story_or_end(self, as_json: bool) -> list[Chapter]:
+        """For a question that is about nothing else."""
+        if self.missing is not None:
+            fail(self.missing, as_json)
+        return self.story
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON that has `changes` beside something else: why there are none."""
+        return {"changes_missing": self.missing.message} if self.missing else {}
+
+
+def _tell(
+    head: str, story: list[Chapter], as_json: bool, *, nothing: str = "no change is on record", **more: Any
+) -> None:
     from controlplane import story as s
 
     if as_json:
@@ -79,7 +110,7 @@ def _tell(head: str, story: list[Chapter], as_json: bool, **more: Any) -> None:
     lines = [head] if head else []
     for c in story:
         lines += _chapter_text(c)
-    click.echo("\n".join(lines if story else [*lines, "no change is on record"]))
+    click.echo("\n".join(lines if story else [*lines, nothing]))
 
 
 def _chapter_text(c: Chapter) -> list[str]:
@@ -115,16 +146,20 @@ def _since(c: Chapter, first: int, last: int) -> str:
     )
 
 
-def _field(path: str, look: Any, limit: int, control: str | None, as_json: bool) -> None:
+def _field(
+    path: str, look: Callable[[AdminClient], Awaitable[Known]], limit: int, control: str | None, as_json: bool
+) -> None:
     from controlplane import render, render_fleet
     from controlplane import story as s
 
     asked = FIELDS[path]
 
-    async def both(client: AdminClient) -> tuple[Any, Any, dict[str, Any]]:
-        story, fleet = await look(client)
-        workers = [n.hello.node_id for n in fleet.nodes if n.connected and render_fleet.role_of(n) == "worker"]
-        return story, await client.get_policy(), {name: await client.get_policy(name) for name in workers}
+    async def both(client: AdminClient) -> tuple[list[Chapter], Any, dict[str, Any]]:
+        known = await look(client)
+        if known.missing is not None:
+            raise known.missing
+        workers = [n.hello.node_id for n in known.fleet.nodes if n.connected and render_fleet.role_of(n) == "worker"]
+        return known.story, await client.get_policy(), {name: await client.get_policy(name) for name in workers}
 
     story, now, each = ask(control, as_json, both)
     found = s.of_field(story, path)[:limit]
@@ -138,15 +173,16 @@ def _field(path: str, look: Any, limit: int, control: str | None, as_json: bool)
     _tell("\n".join([*lines, ""]), found, as_json)
 
 
-def _node(node_id: str, story: list[Chapter], fleet: Any, limit: int, as_json: bool) -> None:
+def _node(node_id: str, known: Known, limit: int, as_json: bool) -> None:
     from controlplane import render, render_fleet
     from controlplane import story as s
 
+    fleet = known.fleet
     node = next(n for n in fleet.nodes if n.hello.node_id == node_id)
-    answered = [s.Chapter(c.entry, tuple(a for a in c.answers if a.node_id == node_id)) for c in story]
+    answered = [s.Chapter(c.entry, tuple(a for a in c.answers if a.node_id == node_id)) for c in known.story]
     answered = [c for c in answered if c.answers][:limit]
     if as_json:
-        _tell("", answered, as_json, node=render_fleet.node_json(node))
+        _tell("", answered, as_json, node=render_fleet.node_json(node), **known.facts())
         return
     p = node.policy
     since = f"for {node.seconds_connected:.0f} s" if node.connected else f"LOST {node.seconds_since_report:.0f} s ago"
@@ -157,16 +193,24 @@ def _node(node_id: str, story: list[Chapter], fleet: Any, limit: int, as_json: b
         lines.append(f"  it refused {render.place(p.refused)} ({p.refusal.reason}): {p.refusal.message}")
     if render.place(p.applied) != render.place(fleet.desired):
         lines.append(f"  the newest is {render.place(fleet.desired)}")
-    _tell("\n".join([*lines, ""]), answered, as_json)
+    nothing = f"what it answered is not known now: {known.missing.message}" if known.missing else "it answered nothing"
+    _tell("\n".join([*lines, ""]), answered, as_json, nothing=nothing)
 
 
-def _request(said: str, story: list[Chapter], mesh: str | None, as_json: bool) -> None:
+def _request(said: str, known: Known, mesh: str | None, as_json: bool) -> None:
     from controlplane import story as s
     from services import traces
-    from services.cli import trace_directory
+    from services.cli import FLUSHED_AFTER_S, trace_directory
 
     directory = trace_directory(mesh)
     spans = _spans(said, directory)
+    if not any(x.name == "worker.generate" for x in spans):
+        # It may have just ended: processes write their spans every half second.
+        time.sleep(FLUSHED_AFTER_S)
+        spans = _spans(said, directory)
+    if not spans and known.missing is not None:
+        # It may be a node.
+        fail(known.missing, as_json)
     if not spans:
         message = f"{said!r} is no policy field, no node, and no request whose trace is in {directory}"
         if as_json:
@@ -176,12 +220,12 @@ def _request(said: str, story: list[Chapter], mesh: str | None, as_json: bool) -
         )
         raise SystemExit(ExitCode.USAGE)
     first, last = min(x.start_ns for x in spans) / 1e6, max(x.end_ns for x in spans) / 1e6
-    meanwhile = s.during(story, first, last)
+    meanwhile = s.during(known.story, first, last)
     held = next((str(x.attributes["trimtab.policy"]) for x in spans if "trimtab.policy" in x.attributes), "")
-    under = s.in_force(story, _place(held)) if held else None
+    under = s.in_force(known.story, _place(held)) if held else None
     if as_json:
         tree = [traces.as_json(depth, x) for depth, x in traces.tree(spans)]
-        facts = {"trace_id": spans[0].trace_id, "policy": held or None, "spans": tree}
+        facts = {"trace_id": spans[0].trace_id, "policy": held or None, "spans": tree, **known.facts()}
         _tell("", meanwhile, as_json, **facts, policy_written=s.chapter_json(under) if under else None)
         return
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first / 1000))
@@ -191,9 +235,13 @@ def _request(said: str, story: list[Chapter], mesh: str | None, as_json: bool) -
     if worker is not None:
         click.echo(f"\n{_where(spans, worker)}")
     if held:
-        click.echo(f"\nits worker held policy {held}" + (", written so:" if under else ""))
+        name = worker.attributes.get("trimtab.worker", "its worker") if worker else "its worker"
+        click.echo(f"\n{name} held policy {held}" + (", written so:" if under else ""))
         if under is not None:
             click.echo("\n".join(_chapter_text(under)))
+    if known.missing is not None:
+        click.echo(f"\nwhat was changed meanwhile is not known now: {known.missing.message}")
+        return
     click.echo("\nchanged while it ran:" if meanwhile else "\nnothing was changed while it ran")
     for c in meanwhile:
         click.echo("\n".join(_chapter_text(c)))
@@ -201,15 +249,16 @@ def _request(said: str, story: list[Chapter], mesh: str | None, as_json: bool) -
 
 def _where(spans: list[Span], worker: Span) -> str:
     """The longest part of it, in words."""
+    where = worker.attributes.get("trimtab.worker", "its worker")
     parts = {x.name: x.duration_ms for x in spans if x.name in ("queue", "prefill", "decode")}
     if not parts:
-        return f"it never ran on {worker.attributes.get('trimtab.worker', 'its worker')}"
+        return f"it never ran on {where}"
     name, took = max(parts.items(), key=lambda item: item[1])
     words = {"queue": "waiting for its turn", "prefill": "reading its prompt", "decode": "writing its answer"}
     decode = next((x for x in spans if x.name == "decode"), None)
     again = int(decode.attributes.get("trimtab.preemptions", 0)) if decode else 0
     preempted = f"; it was preempted {again} times" if again else ""
-    return f"most of its time, {took:.0f} of {worker.duration_ms:.0f} ms, went by {words[name]}{preempted}"
+    return f"most of its time on {where}, {took:.0f} of {worker.duration_ms:.0f} ms, went by {words[name]}{preempted}"
 
 
 def _spans(said: str, directory: Any) -> list[Span]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from trimtab.client import Unreachable
 from trimtab.codec import encode_match, encode_scope
@@ -20,25 +23,34 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 """Longer than the control plane waits for a store that hangs, so that its own words arrive."""
+HEALTH_S = 1.0
+"""What one of several replicas gets to say whether it serves; then the next is asked."""
+REACH_S = 1.0
+"""While none of them answers, all are asked again for so long."""
+AGAIN_S = 0.1
 
 
 class AdminClient:
-    """Talks to one control plane replica at `address` (host:port). Every call raises the error tree; Unreachable when nobody answers.
+    """Talks to a control plane at `address`: host:port, or several with commas between them, which are replicas of one; a call goes to the
+    first that serves. What was sent is never sent again elsewhere: it may have been done.
 
-    `token` says who calls where no certificate does. CertificateError where certificates can't be read.
+    Every call raises the error tree; Unreachable when nobody answers. `token` says who calls where no certificate does. CertificateError
+    where certificates can't be read.
     """
 
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S, tls: Tls | None = None, token: str = "") -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = rpc.channel(address, "control", tls=tls)
+        self._tls = tls
+        self._places = [place.strip() for place in address.split(",") if place.strip()] or [address]
+        self._channels = [rpc.channel(place, "control", tls=tls) for place in self._places]
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._use(self._channels[0])
 
     async def get_policy(self, node_id: str = "") -> admin_pb2.GetPolicyResponse:
         """`effective` and `sources` are those of the node, or of a node without overlays."""
         return await self._ask(
-            self._stub.GetPolicy(
+            (await self._reach()).GetPolicy(
                 admin_pb2.GetPolicyRequest(node_id=node_id), timeout=self._timeout_s, metadata=self._metadata
             )
         )
@@ -65,7 +77,7 @@ class AdminClient:
             scope=encode_scope(scope) if scope is not None and scope.kind else None,
         )
         return await self._ask(
-            self._stub.SetPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+            (await self._reach()).SetPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
         )
 
     async def apply_policy(
@@ -83,7 +95,9 @@ class AdminClient:
             spec=spec, author=author, reason=reason, expect_version=expect_version, dry_run=dry_run, wait_ms=wait_ms
         )
         return await self._ask(
-            self._stub.ApplyPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+            (await self._reach()).ApplyPolicy(
+                request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata
+            )
         )
 
     async def pin_policy(
@@ -100,29 +114,37 @@ class AdminClient:
             fields=fields, pinned=pinned, author=author, reason=reason, dry_run=dry_run, wait_ms=wait_ms
         )
         return await self._ask(
-            self._stub.PinPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
+            (await self._reach()).PinPolicy(request, timeout=self._timeout_s + wait_ms / 1000, metadata=self._metadata)
         )
 
     async def revision(self, epoch: int, revision: int) -> admin_pb2.GetPolicyRevisionResponse:
         """The spec as it was then; 0 is the present epoch. InvalidRequest where the history does not tell."""
         request = admin_pb2.GetPolicyRevisionRequest(epoch=epoch, revision=revision)
-        return await self._ask(self._stub.GetPolicyRevision(request, timeout=self._timeout_s, metadata=self._metadata))
+        return await self._ask(
+            (await self._reach()).GetPolicyRevision(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
 
     async def history(self, limit: int = 0, *, controllers: bool = False) -> admin_pb2.ListPolicyHistoryResponse:
         """Newest first; 0 means the server's default. Controllers' writes only when asked for."""
         request = admin_pb2.ListPolicyHistoryRequest(limit=limit, controllers=controllers)
-        return await self._ask(self._stub.ListPolicyHistory(request, timeout=self._timeout_s, metadata=self._metadata))
+        return await self._ask(
+            (await self._reach()).ListPolicyHistory(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
 
     async def answers(
         self, limit: int = 0, *, node_id: str = "", identity: policy_pb2.SnapshotIdentity | None = None
     ) -> admin_pb2.ListPolicyAnswersResponse:
         """What nodes made of pushes, newest first."""
         request = admin_pb2.ListPolicyAnswersRequest(limit=limit, node_id=node_id, identity=identity)
-        return await self._ask(self._stub.ListPolicyAnswers(request, timeout=self._timeout_s, metadata=self._metadata))
+        return await self._ask(
+            (await self._reach()).ListPolicyAnswers(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
 
     async def fleet(self) -> admin_pb2.GetFleetResponse:
         return await self._ask(
-            self._stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=self._timeout_s, metadata=self._metadata)
+            (await self._reach()).GetFleet(
+                admin_pb2.GetFleetRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
         )
 
     async def reprioritise(
@@ -150,7 +172,35 @@ class AdminClient:
 
     async def _steer(self, request: admin_pb2.SteerRequestsRequest) -> admin_pb2.SteerRequestsResponse:
         """Workers' answers, or InvalidRequest before any of them was asked."""
-        return await self._ask(self._stub.SteerRequests(request, timeout=self._timeout_s, metadata=self._metadata))
+        return await self._ask(
+            (await self._reach()).SteerRequests(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def _reach(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
+        """Where none of several replicas answers, the call itself says so."""
+        if len(self._channels) > 1:
+            give_up = time.monotonic() + REACH_S
+            while not await self._found() and time.monotonic() < give_up:
+                await asyncio.sleep(AGAIN_S)
+        return self._stub
+
+    async def _found(self) -> bool:
+        """A replica that serves, the one in use as long as it does; where none does, one that answers, and can say why."""
+        answering: grpc.aio.Channel | None = None
+        for channel in (self._channel, *self._channels):
+            serves = await _serves(channel)
+            if serves:
+                self._use(channel)
+                return True
+            if serves is False and answering is None:
+                answering = channel
+        if answering is not None:
+            self._use(answering)
+        return answering is not None
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._stub = admin_pb2_grpc.AdminServiceStub(channel)
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:
@@ -161,14 +211,17 @@ class AdminClient:
             if error.reason in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                 silent = error.reason == "DEADLINE_EXCEEDED"
                 why = "it does not answer in time" if silent else "nothing answers there"
+                if fault := rpc.tls_fault(error.message, "control", tls=self._tls):
+                    raise Unreachable(f"can't talk to the control plane at {self.address}: {fault}") from e
                 raise Unreachable(
-                    f"can't reach the control plane at {self.address}: {why}; start one (trimtab up), or say where it is "
-                    "(--control HOST:PORT, or TRIMTAB_CONTROL)"
+                    f"can't reach the control plane at {' or '.join(self._places)}: {why}; start one "
+                    "(trimtab up), or say where it is (--control HOST:PORT, or TRIMTAB_CONTROL)"
                 ) from e
             raise error from e
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,3 +230,13 @@ class AdminClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _serves(channel: grpc.aio.Channel) -> bool | None:
+    """Whether the replica there has a policy; None when it does not answer."""
+    try:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_S)
+    except grpc.aio.AioRpcError:
+        return None
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

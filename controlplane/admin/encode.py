@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from controlplane.fleet import Member
 from controlplane.spec import Spec, parse_spec, shown, shown_fields
 from controlplane.store import Answer, Entry, Receipt, StoreState, WriteKind
 from trimtab.codec import decode_scope, encode_hello, encode_identity, encode_report, encode_scope
-from trimtab.policy import Change
+from trimtab.kit.rpc import MAX_MESSAGE_BYTES
+from trimtab.policy import Change, Partial
 from trimtab.snapshot import Identity, Pin, Scope, parse_scope
 from trimtab.v1 import admin_pb2, control_pb2, policy_pb2
+
+T = TypeVar("T", bound=Message)
+MAX_LIST_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of a list in an answer."""
 
 KINDS = {
     WriteKind.PERSON: admin_pb2.HISTORY_KIND_PERSON,
@@ -18,6 +27,18 @@ KINDS = {
     WriteKind.RESEED: admin_pb2.HISTORY_KIND_RESEED,
     WriteKind.REFUSED: admin_pb2.HISTORY_KIND_REFUSED,
 }
+
+
+def fitting(rows: Iterable[T]) -> list[T]:
+    """The first of them, as many as one message takes."""
+    found: list[T] = []
+    size = 0
+    for row in rows:
+        size += row.ByteSize()
+        if size > MAX_LIST_BYTES:
+            break
+        found.append(row)
+    return found
 
 
 def encode_changes(changes: Iterable[Change]) -> list[admin_pb2.FieldChange]:
@@ -43,14 +64,19 @@ def encode_entry(e: Entry) -> admin_pb2.PolicyHistoryEntry:
 
 
 def encode_spec(spec: Spec) -> admin_pb2.PolicySpec:
+    """Such that `decode_spec` gives it back, to the last digit."""
     return admin_pb2.PolicySpec(
-        fields=shown_fields(spec.base),
+        fields=_exact(spec.base),
         overlays=[
-            admin_pb2.SpecOverlay(scope=encode_scope(scope), fields=shown_fields(partial))
+            admin_pb2.SpecOverlay(scope=encode_scope(scope), fields=_exact(partial))
             for scope, partial in spec.overlays.items()
         ],
         pins=[policy_pb2.Pin(field=p.field, author=p.author, reason=p.reason) for p in spec.pins],
     )
+
+
+def _exact(partial: Partial) -> dict[str, str]:
+    return shown_fields(partial) | {path: repr(value) for path, value in partial.items() if isinstance(value, float)}
 
 
 def decode_spec(pb: admin_pb2.PolicySpec, *, author: str, reason: str) -> Spec:
@@ -105,12 +131,35 @@ def encode_policy_state(m: Member) -> admin_pb2.NodePolicyState:
 
 
 def encode_member(m: Member, now: float) -> admin_pb2.FleetNode:
-    """`now` in seconds of the fleet's clock."""
+    """`now` in seconds of the fleet's clock. Without sketches: those of a large mesh are more than a message takes."""
     return admin_pb2.FleetNode(
         hello=encode_hello(m.hello),
-        report=encode_report(m.report) if m.report else None,
+        report=encode_report(dataclasses.replace(m.report, sketches={})) if m.report else None,
         policy=encode_policy_state(m),
         connected=m.connected,
         seconds_since_report=now - m.heard_at,
         seconds_connected=(m.lost_at or now) - m.joined_at,
+        replica_id=m.replica,
     )
+
+
+def freshest(nodes: Iterable[admin_pb2.FleetNode]) -> dict[str, admin_pb2.FleetNode]:
+    """By node id. Of several replicas that know a node, the one that it is connected to, else the one that heard of it last."""
+    found: dict[str, admin_pb2.FleetNode] = {}
+    for node in nodes:
+        had = found.get(node.hello.node_id)
+        if had is None or _fresh(node) > _fresh(had):
+            found[node.hello.node_id] = node
+    return found
+
+
+def one_leader(replicas: list[admin_pb2.ReplicaState]) -> list[admin_pb2.ReplicaState]:
+    """Without the lead of those that were told of, and do not know that another was granted a newer term."""
+    newest = max((r.term for r in replicas if r.leader), default=0)
+    for r in replicas:
+        r.leader = r.leader and r.term == newest
+    return replicas
+
+
+def _fresh(node: admin_pb2.FleetNode) -> tuple[bool, float]:
+    return (node.connected, -node.seconds_since_report)

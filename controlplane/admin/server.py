@@ -10,7 +10,16 @@ import contextlib
 import time
 from typing import Any
 
-from controlplane.admin.encode import encode_answer, encode_entry, encode_member, encode_spec, encode_store
+from controlplane.admin.encode import (
+    encode_answer,
+    encode_entry,
+    encode_member,
+    encode_spec,
+    encode_store,
+    fitting,
+    freshest,
+    one_leader,
+)
 from controlplane.admin.steering import AskWorkers, steer
 from controlplane.admin.writing import MAX_WAIT_MS, Writer, apply_work, pin_work, set_work
 from controlplane.answers import Answers, chosen
@@ -21,7 +30,7 @@ from controlplane.metrics import ControlMetrics
 from controlplane.peers import Peers
 from controlplane.replica import Replica, unix_ms
 from controlplane.spec import spec_of
-from controlplane.store import PAST_LENGTH, Answer, Stored
+from controlplane.store import PAST_LENGTH, REFUSED_LENGTH, Answer, Stored
 from trimtab.codec import decode_document, decode_identity, encode_identity, encode_partial, encode_snapshot
 from trimtab.errors import InvalidRequest, StoreUnavailable, Violation
 from trimtab.kit.rpc import guarded
@@ -92,7 +101,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with guarded(context):
             newest = self._newest().identity
             wanted = Identity(request.epoch or newest.epoch, request.revision)
-            entries = await self._replica.store.history(PAST_LENGTH)
+            entries = await self._replica.store.history(PAST_LENGTH + 2 * REFUSED_LENGTH)
             # Controllers' writes leave the spec as it is: at one of theirs it is that of the person before.
             entry = next((e for e in entries if not e.refused_because and e.identity <= wanted), None)
             snapshot = None
@@ -113,7 +122,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with guarded(context):
             limit = request.limit or HISTORY_DEFAULT
             entries = await self._replica.store.history(limit, controllers=request.controllers)
-            return admin_pb2.ListPolicyHistoryResponse(entries=[encode_entry(e) for e in entries])
+            return admin_pb2.ListPolicyHistoryResponse(entries=fitting(encode_entry(e) for e in entries))
 
     async def ListPolicyAnswers(
         self, request: admin_pb2.ListPolicyAnswersRequest, context: Any
@@ -132,31 +141,33 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 revision=request.identity.revision,
                 limit=request.limit or ANSWERS_DEFAULT,
             )
-            return admin_pb2.ListPolicyAnswersResponse(answers=[encode_answer(a) for a in found])
+            return admin_pb2.ListPolicyAnswersResponse(answers=fitting(encode_answer(a) for a in found))
 
     async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: Any) -> admin_pb2.GetFleetResponse:
         async with guarded(context):
             newest, now = self._replica.newest.value, time.monotonic()
-            here = {m.node_id: m for m in (self._fleet.local() if request.local else self._fleet)}
-            # Elsewhere only who they are is known here; what they said last is asked for.
-            nodes = {name: encode_member(m, now) for name, m in here.items()}
-            if not request.local:
-                for answer in (await self._peers.ask("GetFleet", admin_pb2.GetFleetRequest(local=True))).values():
-                    if isinstance(answer, admin_pb2.GetFleetResponse):
-                        for node in answer.nodes:
-                            name = node.hello.node_id
-                            if name not in here or here[name].replica == answer.replica_id:
-                                nodes[name] = node
             me = self._me(newest)
-            for name, node in nodes.items():
-                node.replica_id = node.replica_id or (here[name].replica if name in here else "") or me.replica_id
+            members = self._fleet.local() if request.local else list(self._fleet)
+            here = [m for m in members if not m.replica]
+            elsewhere = {}
+            if not request.local:
+                # Elsewhere only who they are is known here; what they said last is asked for.
+                answers = (await self._peers.ask("GetFleet", admin_pb2.GetFleetRequest(local=True))).values()
+                elsewhere = freshest(n for a in answers if isinstance(a, admin_pb2.GetFleetResponse) for n in a.nodes)
+            nodes = {m.node_id: encode_member(m, now) for m in members if m.replica} | elsewhere
+            for m in here:
+                mine = encode_member(m, now)
+                there = nodes.get(m.node_id)
+                nodes[m.node_id] = mine if m.connected or there is None else freshest((mine, there))[m.node_id]
+            for node in nodes.values():
+                node.replica_id = node.replica_id or me.replica_id
             return admin_pb2.GetFleetResponse(
                 desired=encode_identity(newest.identity) if newest else None,
                 nodes=[nodes[name] for name in sorted(nodes)],
                 store=self._store_state(),
                 last_refused=None if request.local else await self._last_refused(),
                 replica_id=me.replica_id,
-                replicas=[me, *sorted(self._peers.states(), key=lambda r: r.replica_id)],
+                replicas=one_leader([me, *sorted(self._peers.states(), key=lambda r: r.replica_id)]),
             )
 
     def _me(self, newest: Stored | None) -> admin_pb2.ReplicaState:

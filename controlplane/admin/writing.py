@@ -23,7 +23,7 @@ from controlplane.metrics import ControlMetrics
 from controlplane.peers import ASK_S, Peers
 from controlplane.replica import Outcome, Replica, unix_ms
 from controlplane.store import Entry, WriteKind
-from trimtab.codec import encode_identity
+from trimtab.codec import decode_document, encode_identity
 from trimtab.errors import Conflict, InvalidRequest, PolicyRefused, StoreUnavailable, Violation
 from trimtab.kit.rpc import cancel_and_wait
 from trimtab.kit.telemetry import fail, parse_traceparent, traceparent, tracer
@@ -134,6 +134,8 @@ class Writer:
         if grant.caller != PLAIN and grant.role < Role.ADMIN:
             # Whoever is known writes in that name; only an admin may write in another's.
             request.author = grant.caller.name
+            if isinstance(request, admin_pb2.ApplyPolicyRequest):
+                self._own_pins(request, grant.caller.name)
         asked: Asked = request
         try:
             work: Work = work_of(request)
@@ -166,6 +168,15 @@ class Writer:
             "trace_id": parent[3:35],
             "durability": encode_durability(outcome.receipt),
         }
+
+    def _own_pins(self, request: admin_pb2.ApplyPolicyRequest, author: str) -> None:
+        """A pin that is there already stays whose it is; any other is his who writes it."""
+        stored = self._replica.newest.value
+        pins = decode_document(stored.snapshot.document).pins if stored is not None else ()
+        known = {(p.field, p.author, p.reason) for p in pins}
+        for pin in request.spec.pins:
+            if (pin.field, pin.author, pin.reason) not in known:
+                pin.author = author
 
     async def _change(self, asked: Asked, work: Work, parent: str) -> Outcome:
         """The change, counted by outcome; a refused attempt goes into the history."""

@@ -9,6 +9,7 @@ What the store holds is always whole; what is known of it may be old while it ca
 from __future__ import annotations
 
 import enum
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from trimtab.snapshot import Document, Identity, Snapshot
 LOG_LENGTH = 8192
 """Entries of the log of all puts, about; a Redis stream is trimmed in whole nodes. One write each second fills it in two hours."""
 PAST_LENGTH = 1024
-"""People's writes, re-seedings and refused attempts that are kept, controllers' not counted: those of the former two whole."""
+"""People's writes and re-seedings that are kept, each whole."""
+REFUSED_LENGTH = 256
+"""Refused attempts that are kept, about: apart, so that whoever tries and tries pushes no write out."""
 ANSWERS_LENGTH = 1024
 """Batches of nodes' answers that are kept, about, each of ANSWERS_BATCH at most: some 40 bytes an answer."""
 ANSWERS_BATCH = 200
@@ -241,7 +244,7 @@ def fenced(lease: Lease, granted: str) -> Fenced:
 
 async def reseed(
     store: PolicyStore,
-    document: Document,
+    document: Document | bytes,
     *,
     upon: Identity,
     above: int,
@@ -250,8 +253,15 @@ async def reseed(
     now_unix_ms: int,
     term_floor: int = 0,
 ) -> Stored:
-    """Put `document` under a new epoch, above that of `upon` and `above`, as its revision 1. Moved when `upon` is no longer the newest."""
-    snapshot = seal(document, epoch=max(upon.epoch, above) + 1, revision=1)
+    """Put `document` under a new epoch, above that of `upon` and `above`, as its revision 1. Moved when `upon` is no longer the newest.
+
+    Bytes go in as they are: a newer build may have written what this one does not know.
+    """
+    epoch = max(upon.epoch, above) + 1
+    if isinstance(document, Document):
+        snapshot = seal(document, epoch=epoch, revision=1)
+    else:
+        snapshot = Snapshot(Identity(epoch, 1, hashlib.sha256(document).digest()), document)
     stored = Stored(snapshot, spec_version, "trimtab", reason, now_unix_ms, kind=WriteKind.RESEED)
     await store.put(Write(stored, upon, uuid.uuid4().hex, term_floor=term_floor))
     return stored

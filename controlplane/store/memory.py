@@ -12,6 +12,7 @@ from controlplane.store import (
     ANSWERS_LENGTH,
     LOG_LENGTH,
     PAST_LENGTH,
+    REFUSED_LENGTH,
     RESENT_WITHIN,
     Answer,
     Entry,
@@ -37,7 +38,9 @@ class MemoryStore:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stored: Watch[Stored | None] = Watch(None)
         self._log: deque[tuple[str, Entry]] = deque(maxlen=LOG_LENGTH)
-        self._past: deque[tuple[Entry, Snapshot | None]] = deque(maxlen=PAST_LENGTH)
+        self._past: deque[tuple[int, Entry, Snapshot]] = deque(maxlen=PAST_LENGTH)
+        self._refused: deque[tuple[int, Entry]] = deque(maxlen=REFUSED_LENGTH)
+        self._count = 0
         self._clock = clock
         self._granted = Lease("", 0)
         self._led_until = 0.0
@@ -69,20 +72,24 @@ class MemoryStore:
         entry = entry_of(write.stored)
         self._log.append((write.request_id, entry))
         if write.stored.kind is not WriteKind.CONTROLLER:
-            self._past.append((entry, write.stored.snapshot))
+            self._count += 1
+            self._past.append((self._count, entry, write.stored.snapshot))
         self._stored.set(write.stored)
         return Receipt()
 
     async def record_refused(self, entry: Entry) -> None:
-        self._past.append((entry, None))
+        self._count += 1
+        self._refused.append((self._count, entry))
 
     async def history(self, limit: int, *, controllers: bool = False) -> list[Entry]:
-        entries = [e for _, e in self._log] if controllers else [e for e, _ in self._past]
-        return entries[::-1][:limit]
+        if controllers:
+            return [e for _, e in self._log][::-1][:limit]
+        rows = sorted([(n, e) for n, e, _ in self._past] + list(self._refused), key=lambda row: row[0], reverse=True)
+        return [e for _, e in rows[:limit]]
 
     async def revision(self, epoch: int, revision: int) -> Snapshot | None:
         wanted = Identity(epoch, revision)
-        return next((s for _, s in self._past if s is not None and s.identity == wanted), None)
+        return next((s for _, _, s in self._past if s.identity == wanted), None)
 
     async def lease(self, holder: str, *, ttl_ms: int, floor: int) -> Lease:
         now = self._clock()

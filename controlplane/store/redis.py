@@ -1,18 +1,16 @@
 """The policy store on Redis or Valkey: a few keys in one Cluster slot, one script for each write, streams for the logs.
 
 `tt:{mesh}:meta` holds the numbers, `policy` the snapshot and its author, `log` an entry for every put, `past` one for every person's write
-and refused attempt, `documents` what each of the former said, `leader` the loop's lease, `answers` what nodes made of pushes, `replica:ID` a
-replica and who is connected to it. Readers take meta and policy in one transaction, so they never see halves. A follower waits on the log
-and then reads the newest whole: entries that it missed, or that were trimmed, cost nothing. Every few seconds it reads anyway, which finds
-a store that was emptied or fell back to an older copy.
+and re-seeding, `documents` what each of them said, `refused` attempts that wrote nothing, `leader` the loop's lease, `answers` what nodes
+made of pushes, `replica:ID` a replica and who is connected to it. Readers take meta and policy in one transaction, so they never see
+halves. A follower waits on the log and then reads the newest whole: entries that it missed, or that were trimmed, cost nothing. Every few
+seconds it reads anyway, which finds a store that was emptied or fell back to an older copy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-import zlib
 from asyncio import sleep
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ from controlplane.store import (
     ANSWERS_LENGTH,
     LOG_LENGTH,
     PAST_LENGTH,
+    REFUSED_LENGTH,
     RESENT_WITHIN,
     Answer,
     Damaged,
@@ -39,14 +38,16 @@ from controlplane.store import (
     stale,
 )
 from controlplane.store.connection import Connection
-from controlplane.store.scripts import LEASE, PUT, REFUSED, RELEASE
+from controlplane.store.rows import decode_answers, decode_entries, decode_stored, encode_answers, encode_entry
+from controlplane.store.scripts import LEASE, PUT, RELEASE
 from trimtab.errors import StoreUnavailable
-from trimtab.policy import Change, Value
 from trimtab.snapshot import Identity, Snapshot
 
 REREAD_S = 2.0
 """A follower reads the store at least this often, also when the stream says nothing."""
 RECONNECT_S = (0.1, 2.0)
+ANSWERS_PAGE = 16
+"""Batches that are read at once."""
 
 
 class RedisStore:
@@ -54,8 +55,10 @@ class RedisStore:
 
     def __init__(self, url: str, mesh: str, *, replicas: int = 0, wait_ms: int = 200) -> None:
         prefix = f"tt:{{{mesh}}}:"
-        names = ("meta", "policy", "log", "past", "documents", "leader")
-        self._meta, self._policy, self._log, self._past, self._documents, self._leader = (prefix + n for n in names)
+        names = ("meta", "policy", "log", "past", "documents", "refused", "leader")
+        self._meta, self._policy, self._log, self._past, self._documents, self._refused, self._leader = (
+            prefix + n for n in names
+        )
         self._answers, self._peers, self._peer = prefix + "answers", prefix + "replicas", prefix + "replica:"
         self._replicas, self._wait_ms = replicas, wait_ms
         self._at = Connection(url, block_s=REREAD_S, wanted=replicas)
@@ -99,12 +102,17 @@ class RedisStore:
 
     async def record_refused(self, entry: Entry) -> None:
         said = [part for pair in encode_entry(entry).items() for part in pair]
-        await self._at.run(REFUSED, (self._past, self._documents), PAST_LENGTH, *said)
+        kept = ("MAXLEN", "~", REFUSED_LENGTH, "*")
+        await self._at.ask(self._at.redis.execute_command("XADD", self._refused, *kept, *said), writes=True)
 
     async def history(self, limit: int, *, controllers: bool = False) -> list[Entry]:
-        key = self._log if controllers else self._past
-        entries = await self._at.ask(self._at.redis.execute_command("XREVRANGE", key, "+", "-", "COUNT", limit))
-        return [decode_entry(fields) for _, fields in entries]
+        found: list[Entry] = []
+        for key in (self._log,) if controllers else (self._past, self._refused):
+            rows = await self._at.ask(self._at.redis.execute_command("XREVRANGE", key, "+", "-", "COUNT", limit))
+            found += decode_entries(fields for _, fields in rows)
+        # Two streams in one order: a refused attempt comes after the write that it left in place. Each is in order by itself.
+        found.sort(key=lambda e: (e.identity, bool(e.refused_because)), reverse=True)
+        return found[:limit]
 
     async def revision(self, epoch: int, revision: int) -> Snapshot | None:
         document = await self._at.ask(self._at.redis.execute_command("HGET", self._documents, f"{epoch}.{revision}"))
@@ -127,8 +135,18 @@ class RedisStore:
             await self._at.ask(each.execute(), writes=True)
 
     async def answers(self) -> list[Answer]:
-        batches = await self._at.ask(self._at.redis.execute_command("XREVRANGE", self._answers, "+", "-"))
-        return [answer for _, fields in batches for answer in reversed(decode_answers(fields[b"rows"]))]
+        found: list[Answer] = []
+        before = "+"
+        while True:
+            page = ("XREVRANGE", self._answers, before, "-", "COUNT", ANSWERS_PAGE)
+            batches = await self._at.ask(self._at.redis.execute_command(*page))
+            for _, fields in batches:
+                found += reversed(decode_answers(fields[b"rows"]))
+            if len(batches) < ANSWERS_PAGE:
+                return found
+            before = f"({batches[-1][0].decode()}"
+            # A large mesh has answered a hundred thousand times; nodes must not seem silent meanwhile.
+            await sleep(0)
 
     async def announce(self, peer: Peer, *, ttl_ms: int) -> bool:
         key = self._peer + peer.replica_id
@@ -203,90 +221,3 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._at.close()
-
-
-def encode_changes(changes: Sequence[Change]) -> str:
-    return json.dumps([[c.field, c.before, c.after, c.scope] for c in changes])
-
-
-def decode_changes(data: bytes) -> tuple[Change, ...]:
-    def value(x: Any) -> Value | None:
-        # JSON has no tuples; a list of names is one everywhere else.
-        return tuple(x) if isinstance(x, list) else x
-
-    return tuple(Change(path, value(before), value(after), scope) for path, before, after, scope in json.loads(data))
-
-
-def encode_answers(answers: Sequence[Answer]) -> bytes:
-    rows = [
-        [a.node_id, a.incarnation, a.identity.epoch, a.identity.revision, a.identity.sha256.hex(), *said(a)]
-        for a in answers
-    ]
-    return zlib.compress(json.dumps(rows).encode(), 1)
-
-
-def said(a: Answer) -> tuple[str, int, float, str, str]:
-    return (a.result, a.at_unix_ms, round(a.apply_ms, 3), a.reason, a.message)
-
-
-def decode_answers(data: bytes) -> list[Answer]:
-    return [
-        Answer(node_id, incarnation, Identity(epoch, revision, bytes.fromhex(sha256)), *rest)
-        for node_id, incarnation, epoch, revision, sha256, *rest in json.loads(zlib.decompress(data))
-    ]
-
-
-def encode_entry(x: Entry) -> dict[str, str | int]:
-    return {
-        "epoch": x.identity.epoch,
-        "revision": x.identity.revision,
-        "sha256": x.identity.sha256.hex(),
-        "spec_version": x.spec_version,
-        "author": x.author,
-        "reason": x.reason,
-        "written_unix_ms": x.written_unix_ms,
-        "changes": encode_changes(x.changes),
-        "refused_because": x.refused_because,
-        "kind": x.kind.value,
-        "term": x.term,
-        "evidence": x.evidence,
-    }
-
-
-def decode_entry(fields: dict[bytes, bytes]) -> Entry:
-    return Entry(
-        Identity(int(fields[b"epoch"]), int(fields[b"revision"]), bytes.fromhex(fields[b"sha256"].decode())),
-        int(fields[b"spec_version"]),
-        fields[b"author"].decode(),
-        fields[b"reason"].decode(),
-        int(fields[b"written_unix_ms"]),
-        decode_changes(fields[b"changes"]),
-        fields[b"refused_because"].decode(),
-        WriteKind(fields[b"kind"].decode()),
-        int(fields[b"term"]),
-        fields[b"evidence"].decode(),
-    )
-
-
-def decode_stored(meta: dict[bytes, bytes], policy: dict[bytes, bytes]) -> Stored:
-    """Damaged when the bytes do not match their digest: a store that lost half of it must not steer anything."""
-    held = Identity(int(meta[b"epoch"]), int(meta[b"revision"]))
-    document = policy.get(b"document", b"")
-    if hashlib.sha256(document).hexdigest() != policy.get(b"sha256", b"").decode():
-        raise Damaged(held)
-    entry = decode_entry(policy)
-    if entry.identity != held:
-        raise Damaged(held)
-    x = entry
-    return Stored(
-        Snapshot(x.identity, document),
-        x.spec_version,
-        x.author,
-        x.reason,
-        x.written_unix_ms,
-        x.changes,
-        policy[b"traceparent"].decode(),
-        x.kind,
-        x.term,
-        x.evidence,
-    )

@@ -21,7 +21,7 @@ class Script:
 
 
 TRIM = """
--- Makes room for one entry; a document goes with its entry. A refused attempt names the write that stayed, which came before it and is gone.
+-- Makes room for one entry; a document goes with its entry.
 local function trim(past, documents, length)
   while redis.call('XLEN', past) >= tonumber(length) do
     local oldest = redis.call('XRANGE', past, '-', '+', 'COUNT', 1)[1]
@@ -50,7 +50,11 @@ if moved then
   for _, entry in ipairs(redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', ARGV[14])) do
     local fields = entry[2]
     for i = 1, #fields, 2 do
-      if fields[i] == 'request' and fields[i + 1] == ARGV[1] then return {'WRITTEN', version} end
+      if fields[i] == 'request' and fields[i + 1] == ARGV[1] then
+        -- Changes nothing, but is a write of this connection: a WAIT that follows speaks for all that came before it.
+        redis.call('HSET', KEYS[1], 'spec_version', version)
+        return {'WRITTEN', version}
+      end
     end
   end
 end
@@ -69,15 +73,6 @@ if ARGV[15] == 'past' then
   redis.call('HSET', KEYS[5], ARGV[8] .. '.' .. ARGV[9], ARGV[11])
 end
 return {'WRITTEN', ARGV[10]}
-"""
-)
-
-REFUSED = Script(
-    TRIM
-    + """
--- KEYS: past, documents.  ARGV: length of the past, then pairs for the entry.
-trim(KEYS[1], KEYS[2], ARGV[1])
-return redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2))
 """
 )
 

@@ -112,6 +112,7 @@ def bench(
     """
     from services.bench.options import Options
     from services.bench.processes import BenchError
+    from trimtab.kit.rpc import use_tls
 
     for option, file in (("json", json_file), ("png", special["png"])):
         if file not in (None, "-") and not Path(str(file)).absolute().parent.is_dir():
@@ -123,6 +124,7 @@ def bench(
         asked["itl_budgets_ms"] = asked.pop("itl_budgets")
     if "itl_budget" in asked:
         asked["itl_budgets_ms"] = (asked.pop("itl_budget"),)
+    use_tls(None)  # whatever it talks to it has started itself, in plain text
     # This process starts others while it talks gRPC; it forks only to exec, and needs none of gRPC's care for that.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     which = BENCHES[name]

@@ -131,7 +131,15 @@ class PolicyKeeper:
             if self.held != snapshot.identity:
                 # A newer one came while this waited for its turn.
                 return
-            await self._apply_alone(snapshot, now_unix_ms)
+            try:
+                await self._apply_alone(snapshot, now_unix_ms)
+            except PolicyRefused as e:
+                # What is left of it can't be obeyed; the last good policy holds until more has expired.
+                log.warning(
+                    "policy refused at an expiry", policy=str(snapshot.identity), reason=e.cause, message=e.message
+                )
+                self._arm(codec.decode_document(snapshot.document), snapshot, now_unix_ms)
+                return
         log.info("policy adjustment expired", policy=str(snapshot.identity))
 
     def _store(self, snapshot: Snapshot, sent_unix_ms: int) -> None:

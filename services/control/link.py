@@ -17,7 +17,7 @@ import structlog
 
 from trimtab.codec import decode_snapshot
 from trimtab.errors import PolicyRefused
-from trimtab.kit.rpc import cancel_and_wait, channel
+from trimtab.kit.rpc import cancel_and_wait, channel, tls_fault
 from trimtab.kit.tls import CertificateError, Tls
 from trimtab.snapshot import Snapshot
 from trimtab.v1 import control_pb2, control_pb2_grpc
@@ -121,12 +121,16 @@ class ControlLink:
                     await call.write(control_pb2.ConnectRequest(hello=self._hello()))
                     # The control plane sends its headers once it has taken the Hello; it may have nothing else to say for hours.
                     await call.initial_metadata()
+                    if call.done():
+                        # A refusal has headers too.
+                        await call.read()
                 log.info("control plane connected", control=address)
                 self._sessions += 1
                 self.connected = True
                 return await self._talk(call)
             except grpc.aio.AioRpcError as e:
-                return e.details() or e.code().name
+                said = e.details() or e.code().name
+                return tls_fault(said, "control", tls=self._tls) or said
             except TimeoutError:
                 return f"no answer within {CONNECT_S:.0f} s"
             finally:

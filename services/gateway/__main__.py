@@ -30,7 +30,7 @@ from services.gateway.settings import GatewaySettings
 from trimtab.errors import Draining
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
-from trimtab.kit.tls import tls_of, warn_plain
+from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import Workload
 from trimtab.snapshot import Node
 
@@ -64,7 +64,13 @@ class Gateway:
         self.health = aio.HealthServicer()
         self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
         door = OpenAiDoor(self.dispatch, max_body_bytes=s.max_body_bytes)
-        self.http = HttpServer(door.handle, s.http, max_body_bytes=s.max_body_bytes, tls=tls_of(s, s.mesh))
+        self.http = HttpServer(
+            door.handle,
+            s.http,
+            max_body_bytes=s.max_body_bytes,
+            tls=tls_of(s, s.mesh),
+            clients_need_one=s.client_certs,
+        )
         self._background: list[asyncio.Task[None]] = []
         self.grpc_port = 0
 
@@ -166,14 +172,16 @@ def main(config_file: str | None, **flags: Any) -> None:
     """One gateway: gRPC and OpenAI-compatible HTTP in front of the workers."""
     try:
         s = config.load(GatewaySettings, "gateway", flags=flags, file=config.find_file(config_file))
+        tls = tls_of(s, s.mesh)
+        check_own("gateway", s.node_id, tls)
     except config.ConfigError as e:
         click.echo("\n".join(e.faults), err=True)
         sys.exit(EXIT_USAGE)
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"gateway {s.node_id}", level=s.log_level)
-    rpc.use_tls(tls_of(s, s.mesh))
-    warn_plain((s.listen, s.http), tls_of(s, s.mesh))
+    rpc.use_tls(tls)
+    warn((s.listen, s.http), tls)
     provider = telemetry.setup_tracing(f"gateway-{s.node_id}", process.state_dir(s.mesh))
     code = 0
     try:

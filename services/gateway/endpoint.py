@@ -326,7 +326,8 @@ def _why(tasks: list[asyncio.Task[None]]) -> str:
     for task in tasks:
         error = task.exception() if task.done() and not task.cancelled() else None
         if isinstance(error, grpc.aio.AioRpcError):
-            return f"{error.code().name}: {error.details()}"
+            said = error.details() or ""
+            return f"{error.code().name}: {rpc.tls_fault(said, 'worker') or said}"
         if error is not None:
             return str(error) or type(error).__name__
     return "the worker closed it"

@@ -10,6 +10,7 @@ import errno
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import structlog
 from aiohttp import http_exceptions, web
 
 from services.gateway import openai_errors as errors
@@ -21,6 +22,12 @@ MAX_LINE_BYTES = 8190
 MAX_HEADER_BYTES = 8190
 """One header field at most."""
 MAX_HEADERS = 128
+OPEN_PATHS = ("/health", "/metrics")
+"""For probes and scrapers, which have no certificate."""
+SHOWN = 80
+"""Characters of a stranger's path in the log."""
+
+log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -68,13 +75,37 @@ class _Server(web.Server):
         )
 
 
-class HttpServer:
-    """Listens from `start` to `stop`. PortTaken names the holder of a taken port."""
+def _for_known(handler: Handler) -> Handler:
+    """The handler for whoever has shown a certificate in the handshake; probes and scrapers need none."""
 
-    def __init__(self, handler: Handler, address: str, *, max_body_bytes: int, tls: Tls | None = None) -> None:
-        self._certificate = HttpCertificate(tls) if tls is not None else None
+    async def judged(request: web.BaseRequest) -> web.StreamResponse:
+        transport = request.transport
+        known = transport is not None and bool(transport.get_extra_info("peercert"))
+        if known or request.path in OPEN_PATHS:
+            return await handler(request)
+        log.warning("denied", method=request.path[:SHOWN], peer=request.remote, because="no certificate")
+        message = "this gateway wants a client certificate of the mesh's authority; ask its operator for one"
+        return json_response(*errors.render(errors.HttpFault(401, message, code="no_certificate")), close=True)
+
+    return judged
+
+
+class HttpServer:
+    """Listens from `start` to `stop`. PortTaken names the holder of a taken port. With `clients_need_one` and TLS the handler sees those alone
+    who have a certificate of the mesh's authority."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        address: str,
+        *,
+        max_body_bytes: int,
+        tls: Tls | None = None,
+        clients_need_one: bool = False,
+    ) -> None:
+        self._certificate = HttpCertificate(tls, asks_clients=clients_need_one) if tls is not None else None
         self._renewing: asyncio.Task[None] | None = None
-        self._handler = handler
+        self._handler = handler if tls is None or not clients_need_one else _for_known(handler)
         self._address = address
         self._max_body_bytes = max_body_bytes
         self._runner: web.ServerRunner | None = None

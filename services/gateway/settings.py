@@ -19,7 +19,7 @@ class GatewaySettings(TlsSettings):
     default_workload: str = setting("realtime", "workload of requests that name none: realtime or batch")
     realtime_deadline_s: float = setting(120.0, "deadline of REALTIME requests that set none")
     batch_deadline_s: float = setting(86_400.0, "deadline of BATCH requests that set none")
-    client_certs: bool = setting(False, "with TLS: gRPC clients need a certificate of the mesh's authority")
+    client_certs: bool = setting(False, "with TLS: clients of both doors need a certificate of the mesh's authority")
     max_body_bytes: int = setting(8 << 20, "HTTP bodies above this are refused")
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     log_level: str = setting("info", "debug, info, warning or error")

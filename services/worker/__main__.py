@@ -31,7 +31,7 @@ from services.worker.steering import Steering
 from trimtab.errors import EngineDead
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
-from trimtab.kit.tls import tls_of, warn_plain
+from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import NodeState
 from trimtab.policy import Policy
 
@@ -183,14 +183,16 @@ def main(config_file: str | None, **flags: Any) -> None:
     """One worker: an engine behind gRPC."""
     try:
         s = config.load(WorkerSettings, "worker", flags=flags, file=config.find_file(config_file))
+        tls = tls_of(s, s.mesh)
+        check_own("worker", s.node_id, tls)
     except config.ConfigError as e:
         click.echo("\n".join(e.faults), err=True)
         sys.exit(EXIT_USAGE)
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"worker {s.node_id}", level=s.log_level)
-    rpc.use_tls(tls_of(s, s.mesh))
-    warn_plain((s.listen,), tls_of(s, s.mesh))
+    rpc.use_tls(tls)
+    warn((s.listen,), tls, metrics=s.metrics)
     provider = telemetry.setup_tracing(f"worker-{s.node_id}", process.state_dir(s.mesh))
     try:
         code = uvloop.run(serve(s))

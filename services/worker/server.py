@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
 from grpc_reflection.v1alpha import reflection
@@ -20,6 +21,8 @@ from trimtab.errors import DeadlineExceeded, PermissionDenied
 from trimtab.kit import rpc
 from trimtab.kit.tls import PLAIN, Caller, caller_of
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
+
+log = structlog.get_logger(__name__)
 
 
 def register(server: grpc.aio.Server, servicer: InferenceServicer, health: aio.HealthServicer) -> None:
@@ -63,6 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with rpc.guarded(context):
             caller = caller_of(context.auth_context(), self._mesh)
             if caller not in (PLAIN, Caller("gateway", caller.name, caller.by)):
+                log.warning("denied", method="Attach", identity=caller.name, kind=caller.kind, peer=context.peer())
                 raise PermissionDenied(f"Attach is for gateways of the mesh; you are {caller.name!r}")
         async with rpc.guarded(context), aclosing(Link(self._serving, self._gate, self._step_no)) as link:
             reader = asyncio.create_task(link.read(request_iterator))

@@ -16,7 +16,7 @@ from services.bench.options import Options
 from services.bench.processes import BenchError
 from services.bench.queue_cost import GateCost, PlannerCost
 from services.bench.scheduler import Found
-from services.bench.scheduler_cost import RUNNING, SCENARIOS, WAITING, Pair, Scenario, virtual_time
+from services.bench.scheduler_cost import SCENARIOS, Scenario
 from services.bench.stats import bootstrap
 
 NAMES = [s.name for s in SCENARIOS]
@@ -150,31 +150,3 @@ def test_the_planner_goes_on_with_as_many_that_wait() -> None:
     planner = cost._planner
     assert len(planner.waiting) + len(planner.running) in range(40, 40 + 49)
     assert planner.counters.waits and len(planner.running) > 30
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("name", NAMES)
-def test_a_scenario_holds_its_state_in_both_classes(name: str) -> None:
-    from services.worker.engines import vllm_scheduler
-
-    scenario = next(s for s in SCENARIOS if s.name == name)
-    with virtual_time() as clock:
-        pair = Pair(scenario, clock, 1)
-        found = pair.rounds(10)
-        ours, stock = pair.tokens()
-        planner = pair.ours.scheduler._planner
-        pair.close()
-    assert vllm_scheduler.time.__name__ == "time"
-    assert len(found) == 10 and all(a > 0 and b > 0 for a, b in found)
-    assert abs(ours - stock) <= 8
-    assert (len(planner.running), len(planner.waiting), planner.counters.preemptions) == (RUNNING, WAITING, 0)
-    match name:
-        case "governor":
-            assert 100 < ours < 160
-        case "prefill":
-            assert (ours, len(planner.prefilling)) == (320, 1)
-        case "slices":
-            assert planner.counters.slices_denied > 0
-            assert ours == RUNNING
-        case _:
-            assert ours == RUNNING

@@ -44,6 +44,27 @@ def test_certificates_are_shown_with_their_end(tmp_path: Path) -> None:
     assert "llm.example.org" in rows[1]["hosts"]
 
 
+def test_keys_among_the_files_are_passed_over_with_a_warning_where_they_are_open(tmp_path: Path) -> None:
+    where = str(tmp_path)
+    typed("init", "--dir", where)
+    files = sorted(str(path) for path in tmp_path.glob("*.pem"))
+    assert files == [f"{where}/ca-key.pem", f"{where}/ca.pem"], "what the shell makes of *.pem"
+    assert typed("show", *files).stderr == ""
+    (tmp_path / "ca-key.pem").chmod(0o644)
+    shown = typed("show", *files)
+    assert (shown.exit_code, shown.stdout.count("\n")) == (0, 1)
+    assert f"chmod 600 {where}/ca-key.pem" in shown.stderr
+
+
+def test_a_certificate_is_for_the_authoritys_mesh_and_does_not_outlive_it(tmp_path: Path) -> None:
+    where = str(tmp_path)
+    typed("init", "--dir", where, "--mesh", "prod", "--days", "5")
+    issued = json.loads(typed("issue", "control", "c0", "--dir", where, "--days", "90", "--json").stdout)
+    assert issued["mesh"] == "prod"
+    ends = [row["not_after"] for row in json.loads(typed("show", issued["ca"], issued["cert"], "--json").stdout)]
+    assert ends[0] == ends[1]
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     where = str(tmp_path)
     no_authority = typed("issue", "worker", "w0", "--dir", where)
@@ -51,5 +72,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     typed("init", "--dir", where)
     assert typed("issue", "worker", "a b", "--dir", where).exit_code == 2
     assert typed("issue", "king", "w0", "--dir", where).exit_code == 2
+    assert typed("issue", "gateway", "g0", "--dir", where, "--host", "münchen.example").exit_code == 2
+    assert typed("issue", "worker", "w0", "--dir", where, "--mesh", "a b").exit_code == 2
+    assert typed("init", "--dir", f"{where}/new", "--mesh", "a/b").exit_code == 2
     (tmp_path / "x.pem").write_text("x")
     assert typed("show", f"{where}/x.pem").exit_code == 2

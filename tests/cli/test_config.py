@@ -78,3 +78,5 @@ def test_a_password_is_not_shown() -> None:
     result = config("print", env={"TRIMTAB_CONTROL_REDIS": "rediss://me:s3:cret@host:6379/0"})
     assert "cret" not in result.stdout
     assert "rediss://me:***@host:6379/0" in result.stdout
+    for url in ("redis://:sec@cret@host", "redis://host?db=1&password=cret"):
+        assert "cret" not in config("print", env={"TRIMTAB_CONTROL_REDIS": url}).stdout

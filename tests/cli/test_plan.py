@@ -72,6 +72,51 @@ def test_each_process_gets_what_it_needs(tmp_path: Path, ports: dict[str, int]) 
     assert specs["control"].env["TRIMTAB_CONTROL_REDIS"] == plan.store == f"unix://{specs['valkey'].address}"
 
 
+def test_replicas_of_the_control_plane_share_the_store_and_every_node_knows_all(
+    tmp_path: Path, ports: dict[str, int]
+) -> None:
+    plan = a_plan(tmp_path, controls="3")
+    specs = by_name(plan)
+    replicas = [s for s in plan.specs if s.tier is Tier.CONTROL]
+    assert [s.name for s in replicas] == ["control", "control1", "control2"]
+    assert plan.control == ",".join(s.address for s in replicas)
+    assert replicas[0].address == f"127.0.0.1:{ports['CONTROL_LISTEN']}"
+    assert len({a for s in replicas for a in (s.address, s.metrics)}) == 6
+    for s in replicas:
+        assert (flag(s, "--listen"), flag(s, "--metrics")) == (s.address, s.metrics)
+        assert s.env["TRIMTAB_CONTROL_REDIS"] == plan.store
+        assert "--replica-id" not in s.argv
+    for name in ("w0", "gateway"):
+        assert flag(specs[name], "--control") == plan.control
+
+
+def test_replicas_ports_come_after_those_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab_cli.plan.port_is_free", lambda *_: True)
+    for name, port in (("CONTROL_LISTEN", 7071), ("CONTROL_METRICS", 7072)):
+        monkeypatch.setenv(f"TRIMTAB_{name}", f"127.0.0.1:{port}")
+    plan = a_plan(tmp_path, controls="2")
+    assert (plan.control, by_name(plan)["control1"].metrics) == ("127.0.0.1:7071,127.0.0.1:7073", "127.0.0.1:7074")
+    assert not plan.notes
+
+
+def test_each_replica_has_a_name_and_an_address_of_its_own(
+    tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CONTROL_REPLICA_ID", "c")
+    monkeypatch.setenv("TRIMTAB_CONTROL_ADVERTISE", f"localhost:{ports['CONTROL_LISTEN']}")
+    specs = by_name(a_plan(tmp_path, controls="2"))
+    assert "--replica-id" not in specs["control"].argv, "it reads its own"
+    second = specs["control1"]
+    assert flag(second, "--replica-id") == "c-1"
+    assert flag(second, "--advertise") == second.address.replace("127.0.0.1", "localhost")
+
+
+def test_replicas_need_a_store_that_they_share(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 replicas of the control plane need a store that they share"):
+        a_plan(tmp_path, redis="memory://", controls="2")
+    assert a_plan(tmp_path, redis="memory://").store == "memory://"
+
+
 def test_several_engines_divide_the_cores(
     tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +184,8 @@ def test_the_commands_to_try_name_another_mesh_than_the_default(tmp_path: Path) 
     assert f"--gateway {plan.gateway}" in ready.commands("blue", plan, "m")[0]
     assert ready.commands("default", plan, "m")[1].endswith(" policy set batch.active=4")
     assert '"model": "m"' in ready.commands("default", plan, "m")[2]
+    two = a_plan(tmp_path, controls="2")
+    assert f" --control {two.control} " in ready.policy_set("blue", two, "batch.active=4")
 
 
 class LateGateway(FakeGateway):

@@ -13,6 +13,8 @@ import structlog
 from click.testing import CliRunner, Result
 
 from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
+from trimtab.errors import StoreUnavailable
+from trimtab.kit.process import free_port
 from trimtab_cli.why import why
 
 
@@ -112,7 +114,8 @@ async def test_of_a_request(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.Monk
     assert "ada" in [c["author"] for c in found["changes"]]
     text = (await typed(mesh, "abab", "--mesh", "default")).stdout
     assert "70 of 100 ms, went by waiting for its turn; it was preempted 2 times" in text
-    assert "its worker held policy 1.2" in text
+    assert "most of its time on w0, " in text
+    assert "w0 held policy 1.2, written so:" in text
     assert "changed while it ran:" in text
 
 
@@ -120,3 +123,34 @@ async def test_what_is_nothing_of_these_is_said(mesh: Mesh) -> None:
     result = await typed(mesh, "batch.activ")
     assert result.exit_code == 2
     assert "no policy field, no node, and no request" in result.output
+
+
+async def test_without_its_store_a_request_and_a_node_are_told_all_the_same(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("the policy store is away")
+
+    monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(mesh.plane.replica.store, "history", away)
+    write_trace(tmp_path, 1_000_000_000)
+    text = (await typed(mesh, "r-1", "--mesh", "default")).stdout
+    assert "70 of 100 ms" in text
+    assert "what was changed meanwhile is not known now: the policy store is away" in text
+    assert (await told(mesh, "r-1", "--mesh", "default"))["changes_missing"] == "the policy store is away"
+    assert "holds policy 1.2" in (await typed(mesh, "w0")).stdout
+    for words in ((), ("batch.active",), ("nobody", "--mesh", "default")):
+        result = await typed(mesh, *words)
+        assert (result.exit_code, "the policy store is away" in result.output) == (3, True)
+
+
+async def test_without_a_control_plane_a_request_is_told_from_its_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
+    write_trace(tmp_path, 1_000_000_000)
+    words = ["r-1", "--mesh", "default", "--control", f"127.0.0.1:{free_port()}"]
+    result = await asyncio.to_thread(CliRunner().invoke, why, words)
+    assert result.exit_code == 0, result.output
+    assert "w0 held policy 1.2\n" in result.stdout
+    assert "can't reach the control plane" in result.stdout

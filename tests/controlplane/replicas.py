@@ -52,7 +52,8 @@ class Store:
         self.directory.mkdir(parents=True, exist_ok=True)
         argv = [
             valkey_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", "",
-            "--appendonly", "yes", "--appendfsync", "always", "--enable-debug-command", "local", *self.flags,
+            "--appendonly", "yes", "--appendfsync", "always", "--enable-debug-command", "local",
+            "--repl-diskless-sync-delay", "0", *self.flags,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

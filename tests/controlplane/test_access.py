@@ -8,13 +8,16 @@ import hashlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from controlplane.access import NEEDS, Access, AccessFault, Role, Token, read_access
 from controlplane.admin.client import AdminClient
-from controlplane.gatekeeper import AccessFile
+from controlplane.gatekeeper import ADMIN, CONTROL, AccessFile, Gatekeeper
 from controlplane.metrics import ControlMetrics
 from controlplane.server import ControlPlane
 from controlplane.store.memory import MemoryStore
@@ -39,6 +42,10 @@ users = ["ada"]
 name = "ci"
 role = "operator"
 sha256 = "{DIGEST}"
+[[token]]
+name = "guessed"
+role = "admin"
+sha256 = "{hashlib.sha256(b"short").hexdigest()}"
 """
 
 
@@ -63,6 +70,7 @@ def test_every_method_of_the_admin_service_needs_a_role() -> None:
         (cert("gateway", "g0"), "", Role.NONE),
         (PLAIN, "", Role.NONE),
         (PLAIN, TOKEN, Role.OPERATOR),
+        (PLAIN, "short", Role.NONE),
         (cert("", "ada"), TOKEN, Role.OPERATOR),
         (cert("", "ada"), "wrong", Role.NONE),
         (Caller("", "anonymous", "TLS without a certificate"), "", Role.NONE),
@@ -115,6 +123,24 @@ def test_a_file_is_read_again_when_it_changes_and_the_last_good_one_holds(tmp_pa
         file.write_text(text)
         os.utime(file, ns=(number, number))
         assert access.now.grant(cert("", "ada")).role is role
+
+
+async def test_a_call_that_nothing_can_judge_is_not_let_through() -> None:
+    async def nothing(*_: object) -> None:
+        raise AssertionError("a denied call was told")
+
+    keeper = Gatekeeper(AccessFile(None), ControlMetrics(CollectorRegistry()), "default", nothing)
+
+    async def found(details: SimpleNamespace) -> grpc.RpcMethodHandler:
+        return grpc.unary_stream_rpc_method_handler(lambda *_: None)
+
+    for method, open_ in (
+        (f"{ADMIN}WatchPolicy", False),
+        (f"{CONTROL}Watch", False),
+        ("/grpc.health.v1.Health/Watch", True),
+    ):
+        handler = await keeper.intercept_service(found, SimpleNamespace(method=method))
+        assert (handler is not None) is open_, method
 
 
 @contextlib.asynccontextmanager
@@ -230,3 +256,29 @@ async def test_a_servers_certificate_is_renewed_without_a_restart(tmp_path: Path
         assert await refused(plane, ada) is None
         await node.holds(1, 2)
         await node.stop()
+
+
+async def test_a_replica_asks_the_others_with_its_certificate_of_now(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    ca, other = Authority(tmp_path), Authority(tmp_path / "other")
+    forged, store = other.issue("control", "c1"), MemoryStore()
+    ours = Tls(ca.ca, forged.cert, forged.key, "default")
+    planes = [
+        ControlPlane(store, "127.0.0.1:0", ControlMetrics(CollectorRegistry()), tls=tls, replica_id=name)
+        for name, tls in (("c0", ca.issue("control", "c0")), ("c1", ours))
+    ]
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        for plane in planes:
+            await plane.start()
+            stack.push_async_callback(plane.stop)
+
+        async def asked() -> Any:
+            return (await planes[1].peers.ask("GetFleet", admin_pb2.GetFleetRequest())).get("c0")
+
+        while not isinstance(await asked(), TrimtabError):
+            await asyncio.sleep(0.02)
+        good = ca.issue("control", "c1")
+        ours.cert.write_bytes(good.cert.read_bytes())
+        ours.key.write_bytes(good.key.read_bytes())
+        while not isinstance(await asked(), admin_pb2.GetFleetResponse):
+            await asyncio.sleep(0.02)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from controlplane.fleet import Fleet, Refusal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.fleet import Fleet, Member, Refusal
 from tests.controlplane.mesh import an_identity
 from trimtab.messages import Hello, NodeState, Report, Role
 from trimtab.snapshot import Identity, Node
@@ -94,6 +97,16 @@ def test_a_silent_node_is_lost_and_is_back_with_its_next_message() -> None:
     assert workers(fleet) == [("w0", "i1", NodeState.SERVING)]
 
 
+def test_a_control_plane_that_slept_counts_nobody_as_silent_before_it_has_read_what_was_said() -> None:
+    fleet = Fleet()
+    session, _ = fleet.joined(a_hello(), 0.0)
+    fleet.reported(session, a_report(), 0.5)
+    assert fleet.expire(1.0, silence_s=2.5) == []
+    assert fleet.expire(11.0, silence_s=2.5) == []
+    assert workers(fleet) != []
+    assert [m.node_id for m in fleet.expire(11.5, silence_s=2.5)] == ["w0"]
+
+
 def test_a_lost_node_is_forgotten_after_a_while_and_a_connected_one_never() -> None:
     fleet = Fleet()
     gone, _ = fleet.joined(a_hello("w0"), 0.0)
@@ -119,3 +132,66 @@ def test_an_answer_to_a_newer_push_ends_an_older_refusal() -> None:
     assert (member.refusal, member.applied, member.apply_ms) == (None, an_identity(1, 4), 2.0)
     fleet.applied(session, an_identity(1, 3), 9.0)
     assert next(iter(fleet)).applied == an_identity(1, 4)
+
+
+def elsewhere(replica: str, incarnation: str = "i1", joined_at: float = 0.0, node_id: str = "w0") -> Member:
+    return Member(a_hello(node_id, incarnation), 0, joined_at, 0.0, report=a_report(), replica=replica)
+
+
+def test_a_worker_that_moves_here_stays_in_the_view_and_is_back_there_when_it_leaves() -> None:
+    fleet = Fleet()
+    fleet.told("b", [elsewhere("b")])
+    session, _ = fleet.joined(a_hello(), 1.0)
+    assert workers(fleet) == [("w0", "i1", NodeState.SERVING)]
+    fleet.reported(session, a_report(NodeState.DRAINING), 1.1)
+    assert workers(fleet) == [("w0", "i1", NodeState.DRAINING)]
+    fleet.lost(session, 1.2)
+    assert workers(fleet) == [("w0", "i1", NodeState.SERVING)]
+
+
+def test_a_worker_that_is_seen_here_for_a_moment_hides_the_one_elsewhere_no_longer() -> None:
+    fleet = Fleet()
+    fleet.told("b", [elsewhere("b")])
+    session, _ = fleet.joined(a_hello(incarnation="i2"), 1.0)
+    assert workers(fleet) == []
+    fleet.lost(session, 1.1)
+    assert workers(fleet) == [("w0", "i1", NodeState.SERVING)]
+
+
+STEPS = st.tuples(
+    st.sampled_from(["join", "report", "hear", "lose", "tell", "end", "expire", "forget"]),
+    st.sampled_from(["w0", "w1"]),
+    st.sampled_from(["a", "b"]),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(STEPS, max_size=25))
+def test_the_view_is_of_the_fleet_as_it_is_and_its_version_rises_with_it(
+    steps: list[tuple[str, str, str, int]],
+) -> None:
+    fleet = Fleet()
+    sessions: dict[str, int] = {}
+    seen = {fleet.view.version: fleet.view.workers}
+    for now, (step, node, replica, n) in enumerate(steps):
+        session = sessions.get(node, -1)
+        match step:
+            case "join":
+                sessions[node], _ = fleet.joined(a_hello(node, f"i{n}"), now)
+            case "report":
+                fleet.reported(session, a_report(list(NodeState)[n]), now)
+            case "hear":
+                fleet.heard(session, now)
+            case "lose":
+                fleet.lost(session, now)
+            case "tell":
+                fleet.told(replica, [elsewhere(replica, f"i{n}", now - n, node)])
+            case "end":
+                fleet.told(replica, ())
+            case "expire":
+                fleet.expire(now, silence_s=2.5)
+            case "forget":
+                fleet.forget(now, after_s=1.0)
+        whole = [m for m in fleet if m.connected and m.report is not None]
+        assert workers(fleet) == [(m.node_id, m.hello.incarnation, m.report.state) for m in whole if m.report]
+        assert seen.setdefault(fleet.view.version, fleet.view.workers) == fleet.view.workers

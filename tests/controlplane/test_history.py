@@ -46,6 +46,13 @@ def test_a_revision_that_there_is_not_is_refused(said: str, why: str) -> None:
         revision(said, 1, 7)
 
 
+@pytest.mark.parametrize("said", ["0.1", "0.0", "1.0", "1.99999999999999999999999", "9" * 5000])
+def test_a_place_that_never_was_is_taken_for_no_other(said: str) -> None:
+    """On the wire epoch 0 is the present one."""
+    with pytest.raises(InvalidRequest):
+        revision(said, 2, 9)
+
+
 async def test_show_diff_and_rollback(shell: Shell) -> None:
     assert cli_history.policy.commands.keys() >= {"show", "diff", "rollback", "set"}
     for words in (

@@ -51,7 +51,13 @@ async def test_a_node_that_holds_the_newest_already_is_not_pushed_it_again(mesh:
     assert node.active == [8]
 
 
-async def test_a_slow_node_skips_to_the_newest(mesh: Mesh) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a control plane that is started afterwards."""
+    monkeypatch.setattr("controlplane.push.UNANSWERED_S", 0.5)
+
+
+async def test_a_slow_node_skips_to_the_newest(impatient: None, mesh: Mesh) -> None:
     node = mesh.start_node(FakeNode(mesh.address))
     await node.holds(1, 1)
     node.ready.clear()

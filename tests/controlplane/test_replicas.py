@@ -127,6 +127,11 @@ async def test_a_store_that_answers_after_seconds_refuses_writes_in_time_and_hol
     node = mesh.node("w0")
     first = await mesh.put_somewhere(8)
     await mesh.all_hold(first.identity)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (
+            await at.fleet()
+        ).nodes:  # it may have gone to the other replica, which tells of it through the store
+            await asyncio.sleep(0.05)
     async with redis(store) as direct:
         asleep = asyncio.create_task(direct.execute_command("DEBUG", "SLEEP", "5"))
         await asyncio.sleep(0.2)

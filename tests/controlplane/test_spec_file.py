@@ -113,10 +113,34 @@ pins: [batch.activ]
         "- a",
         "fields: 8",
         "!!python/object/apply:os.system [true]",
+        "pins: [batch.active, {field: batch.active, reason: mine}]",
+        "pins: [{field: batch.active, reason: [a, b]}]",
+        'pins: [{field: batch.active, reason: "\\ud800"}]',
+        "expect_version: 99999999999999999999",
     ],
 )
 def test_what_would_lose_or_run_something_is_refused(text: str) -> None:
     assert faults(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fields: {batch.active: 2024-13-45}",
+        "fields: {batch.active: 0b_}",
+        "expect_version: " + "9" * 5000,
+        "fields: " + "[" * 100_000,
+    ],
+)
+def test_what_python_itself_cannot_read_is_a_fault_of_the_file(text: str) -> None:
+    assert faults(text).keys() == {"file"}
+
+
+def test_a_file_that_names_itself_again_and_again_is_refused_before_it_fills_the_memory() -> None:
+    lines = ["a: &a0 [x, x, x, x, x, x, x, x]"]
+    lines += [f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]" for i in range(1, 20)]
+    found = faults("\n".join([*lines, "fields: {batch.active: *a19, isolate.tenants: *a19}", "expect_version: *a19"]))
+    assert {"expect_version", "fields.batch.active", "fields.isolate.tenants"} <= found.keys()
 
 
 @pytest.mark.parametrize(

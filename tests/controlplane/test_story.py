@@ -60,3 +60,17 @@ def test_it_is_told_of_a_field_and_of_a_time() -> None:
 def test_rows_are_oldest_first_and_whole() -> None:
     rows = list(s.rows(s.chapters([entry(2), entry(1)], [answer(1, "w0", 110)])))
     assert [(r["row"], r["identity"]["revision"]) for r in rows] == [("change", 1), ("answer", 1), ("change", 2)]
+
+
+def test_a_node_that_joined_a_day_later_does_not_make_the_change_a_day_long() -> None:
+    (told,) = s.chapters([entry(1, 1000)], [answer(1, "w0", 1040), answer(1, "w1", 1000 + 86_400_000)])
+    assert told.took_ms == 40.0
+    assert len(told.answers) == 2
+
+
+def test_a_refused_file_is_told_of_the_field_that_it_failed_on() -> None:
+    told = s.chapters(
+        [entry(1, 150, refused="a whole spec: batch.active = 99 is above what the engine of w0 can do")], []
+    )
+    assert s.of_field(told, "batch.active") == told
+    assert s.of_field(told, "batch.act") == s.of_field(told, "batch.active.x") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from typing import Any
 
 from trimtab import policy as p
 from trimtab import snapshot as s
@@ -48,27 +49,32 @@ def encode_partial(partial: p.Partial) -> policy_pb2.Policy:
 
 def decode_partial(pb: policy_pb2.Policy) -> dict[str, p.Value]:
     """The fields that are set and known to this build; `min_policy_schema` guards the ones that it does not know."""
-    found: dict[str, p.Value] = {}
-    for path, field in p.FIELDS.items():
-        part, name = path.split(".")
-        if not (pb.HasField(part) and getattr(pb, part).HasField(name)):  # type: ignore[arg-type]
-            continue
-        value = getattr(getattr(pb, part), name)
-        match field.kind:
-            case p.Kind.CHOICE:
-                word = {number: word for word, number in _words(path).items()}.get(value)
-                if word is None:
-                    raise PolicyRefused(
-                        f"{path} holds a word that this build does not know (number {value})",
-                        reason="UNKNOWN_WORD",
-                        field=path,
-                    )
-                found[path] = word
-            case p.Kind.NAMES:
-                found[path] = tuple(value.names)
-            case _:
-                found[path] = value
-    return found
+    said: dict[str, p.Value] = {}
+    # What is set is little of what could be.
+    for part, message in pb.ListFields():
+        for name, value in message.ListFields():
+            path = f"{part.name}.{name.name}"
+            if path in p.FIELDS:
+                said[path] = _decode_value(path, value)
+    return {path: said[path] for path in p.FIELDS if path in said} if len(said) > 1 else said
+
+
+def _decode_value(path: str, value: Any) -> p.Value:
+    match p.FIELDS[path].kind:
+        case p.Kind.CHOICE:
+            word = {number: word for word, number in _words(path).items()}.get(value)
+            if word is None:
+                raise PolicyRefused(
+                    f"{path} holds a word that this build does not know (number {value})",
+                    reason="UNKNOWN_WORD",
+                    field=path,
+                )
+            return word
+        case p.Kind.NAMES:
+            return tuple(value.names)
+        case _:
+            number: int | float = value
+            return number
 
 
 @functools.cache

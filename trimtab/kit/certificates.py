@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from trimtab.kit.tls import ANY_NAME, KINDS, SCHEME, SERVERS, CertificateError
 
+_MESH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NODE = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of machines differ."""
 
@@ -44,8 +47,10 @@ class About:
 
 
 def authority(mesh: str, *, days: int, now: datetime.datetime) -> Pair:
+    """CertificateError for a mesh that can't be called so."""
+    _check_mesh(mesh)
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{SCHEME} authority of mesh {mesh}")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{SCHEME} authority of mesh {mesh}"[:64])])
     usage = x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=True,
@@ -58,9 +63,12 @@ def authority(mesh: str, *, days: int, now: datetime.datetime) -> Pair:
         decipher_only=False,
     )
     cert = (
-        _builder(name, name, key, days, now)
+        _builder(name, name, key, now, now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}://{mesh}")]), critical=False
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -70,14 +78,23 @@ def authority(mesh: str, *, days: int, now: datetime.datetime) -> Pair:
 def issue(
     signer: Pair, mesh: str, kind: str, name: str, *, hosts: Sequence[str], days: int, now: datetime.datetime
 ) -> Pair:
-    """CertificateError for a kind that there is not, or a name that a certificate can't hold. `hosts` are what clients from outside call it."""
+    """CertificateError for a kind that there is not, a name that a certificate can't hold, or an authority that can't sign. `hosts` are what
+    clients from outside call it. It does not outlive the authority."""
+    _check_mesh(mesh)
     if kind not in KINDS:
         raise CertificateError(f"{kind!r} is none of {', '.join(KINDS)}")
-    if not name or len(name) > 64 or not (name == ANY_NAME or all(c.isalnum() or c in "._-@" for c in name)):
+    if name != ANY_NAME and not _NODE.fullmatch(name):
         raise CertificateError(f"a name is 1 to 64 letters, digits, dots, dashes, underscores or @, or *; not {name!r}")
-    ca = x509.load_pem_x509_certificate(signer.cert)
-    ca_key = serialization.load_pem_private_key(signer.key, None)
-    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    try:
+        ca = x509.load_pem_x509_certificate(signer.cert)
+        ca_key = serialization.load_pem_private_key(signer.key, None)
+    except (ValueError, TypeError) as e:
+        raise CertificateError(f"the authority is not PEM, or its key has a password: {e}") from e
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) or ca_key.public_key() != ca.public_key():
+        raise CertificateError("the authority's key is not that of its certificate, or neither ECDSA nor RSA")
+    if ca.not_valid_after_utc <= now:
+        raise CertificateError(f"the authority has run out on {ca.not_valid_after_utc:%Y-%m-%d}; make another one")
+    until = min(now + datetime.timedelta(days=days), ca.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(f"{SCHEME}://{mesh}/{kind}/{name}")]
     if kind in SERVERS:
@@ -88,7 +105,7 @@ def issue(
         uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{kind} {name}"[:64])])
     cert = (
-        _builder(subject, ca.subject, key, days, now)
+        _builder(subject, ca.subject, key, now, until)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
@@ -96,6 +113,17 @@ def issue(
         .sign(ca_key, hashes.SHA256())
     )
     return _pair(cert, key)
+
+
+def mesh_of(authority_pem: bytes) -> str:
+    """The mesh that `authority` made it for; "" where it was made by something else."""
+    try:
+        cert = x509.load_pem_x509_certificate(authority_pem)
+        found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return ""
+    uris = found.get_values_for_type(x509.UniformResourceIdentifier)
+    return next((uri.removeprefix(f"{SCHEME}://") for uri in uris if uri.startswith(f"{SCHEME}://")), "")
 
 
 def about(pem: bytes) -> About:
@@ -134,8 +162,17 @@ def about(pem: bytes) -> About:
     )
 
 
+def _check_mesh(mesh: str) -> None:
+    if not _MESH.fullmatch(mesh):
+        raise CertificateError(f"a mesh's name is 1 to 63 letters, digits, dots, dashes or underscores, not {mesh!r}")
+
+
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, now: datetime.datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
+    until: datetime.datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -144,7 +181,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(until)
     )
 
 
@@ -152,7 +189,11 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError as e:
+        raise CertificateError(f"{host!r} can't be a host in a certificate: {e}") from e
 
 
 def _pair(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:

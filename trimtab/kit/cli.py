@@ -89,7 +89,10 @@ def json_option(function: F) -> F:
 
 
 def control_option(function: F) -> F:
-    text = "Control plane. [default: TRIMTAB_CONTROL, else the running `trimtab up`, else 127.0.0.1:7071]"
+    text = (
+        "Control plane; of several replicas, with commas between them, the first that answers. "
+        "[default: TRIMTAB_CONTROL, else the running `trimtab up`, else 127.0.0.1:7071]"
+    )
     return click.option("--control", metavar="HOST:PORT", help=text)(function)
 
 

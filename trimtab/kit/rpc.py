@@ -45,7 +45,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A restarted peer should be found again in a moment; the default first back-off is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name: what one attempt to connect gets, TLS handshake included. A busy server takes longer than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5000),
@@ -81,6 +82,35 @@ def channel(address: str, kind: str, *, tls: Tls | None = None) -> grpc.aio.Chan
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", using.name_of(kind))]
     return grpc.aio.secure_channel(address, channel_credentials(using), options=options)
+
+
+def tls_fault(said: str, kind: str, *, tls: Tls | None = None) -> str:
+    """What went wrong in a handshake, and what to do next, from gRPC's words on a failed connection; "" where TLS has no part in it."""
+    using = tls or _using()
+    closed = "Socket closed" in said or "reset by peer" in said
+    if using is None:
+        # One that ends in the middle of a call closes the socket too; with TLS 1.3 a client's certificate is turned away only then.
+        if closed and "failed to connect" in said:
+            return (
+                "it may speak TLS: set TRIMTAB_TLS_CA, TRIMTAB_TLS_CERT and TRIMTAB_TLS_KEY (trimtab certs issue makes the files), or tls_ca, "
+                "tls_cert and tls_key of a process"
+            )
+        return ""
+    if "WRONG_VERSION_NUMBER" in said or "WRONG_VERSION" in said:
+        return "it speaks plain text, and this side TLS: unset TRIMTAB_TLS_CA, TRIMTAB_TLS_CERT and TRIMTAB_TLS_KEY, or start it with TLS"
+    if "certificate has expired" in said:
+        return "its certificate has run out: issue it again (trimtab certs issue); it needs no restart"
+    if "not yet valid" in said:
+        return "its certificate does not hold yet: do the clocks of both machines agree?"
+    if "Hostname Verification" in said:
+        return f"its certificate is not that of a {kind} of mesh {using.mesh!r}: is it the right address, and the right TRIMTAB_TLS_MESH?"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return f"its certificate is not of the authority in {using.ca}: compare by trimtab certs show {using.ca}"
+    if closed or "CERTIFICATE" in said:
+        if using.has_run_out():
+            return f"{using.cert} has run out: trimtab certs issue renews it, and trimtab certs show {using.cert} says when it ended"
+        return f"it turned {using.cert} away: is it of the same authority, and of this mesh? trimtab certs show {using.cert} says whose it is"
+    return ""
 
 
 def encode_status(error: TrimtabError) -> status_pb2.Status:

@@ -25,7 +25,8 @@ DEFAULT_GATEWAY = "127.0.0.1:7070"
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A running mesh. Addresses are host:port; `http` is the gateway's OpenAI door; `directory` is where its logs and traces are."""
+    """A running mesh. Addresses are host:port; `http` is the gateway's OpenAI door; `control` has one for each replica, with commas between
+    them; `directory` is where its logs and traces are."""
 
     mesh: str
     gateway: str
@@ -84,7 +85,8 @@ def _parse(path: Path) -> RunFile | None:
 
 
 def control_address(flag: str | None) -> str:
-    """Where the control plane is: the flag, else TRIMTAB_CONTROL, else the running mesh's, else the default port here."""
+    """Where the control plane is: the flag, else TRIMTAB_CONTROL, else the running mesh's, else the default port here. Several addresses have
+    commas between them; they are replicas of one control plane."""
     found = flag or os.environ.get("TRIMTAB_CONTROL")
     if found:
         return found

@@ -8,6 +8,8 @@ plane's. Files are read anew at each handshake when they have changed, so a cert
 from __future__ import annotations
 
 import asyncio
+import datetime
+import functools
 import ipaddress
 import os
 import ssl
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from trimtab.kit.config import setting
+from trimtab.kit.config import ConfigError, setting
 
 if TYPE_CHECKING:
     import grpc
@@ -32,6 +34,10 @@ PEOPLE = ("viewer", "operator", "admin")
 KINDS = (*SERVERS, *PEOPLE)
 RENEW_S = 2.0
 """How often an HTTPS server looks at its files; a gRPC server looks at each handshake."""
+RUNS_OUT_SOON = datetime.timedelta(days=7)
+"""Less than this is worth a warning at the start."""
+OTHERS = 0o007
+"""The bits of a private key's mode that let anybody on the machine at it."""
 ANY_NAME = "*"
 """In a certificate for a whole pool of pods: any node id of that kind."""
 
@@ -64,10 +70,18 @@ class Tls:
         return f"{kind}.{self.mesh}.{SCHEME}"
 
     def stamp(self) -> tuple[int, ...]:
-        """Differs once a file was written."""
-        return tuple(
-            x for path in (self.ca, self.cert, self.key) for x in (path.stat().st_mtime_ns, path.stat().st_ino)
-        )
+        """Differs once a file was written; OSError where one is missing."""
+        found = [path.stat() for path in (self.ca, self.cert, self.key)]
+        return tuple(x for each in found for x in (each.st_mtime_ns, each.st_ino))
+
+    def has_run_out(self) -> bool:
+        """The certificate, by this machine's clock; False where it can't be read."""
+        from trimtab.kit.certificates import about
+
+        try:
+            return about(self.cert.read_bytes()).not_after <= datetime.datetime.now(datetime.UTC)
+        except (CertificateError, OSError):
+            return False
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Authority, certificate and key, which belong together. CertificateError names what is wrong."""
@@ -99,7 +113,8 @@ def faults(section: str, settings: TlsSettings, addresses: Sequence[str]) -> lis
         return [f"{section} {', '.join(missing)}: TLS needs all of {', '.join(files)}"]
     if not missing:
         try:
-            _tls(list(files.values()), "any").read()
+            ca, cert, key = map(Path, files.values())
+            Tls(ca, cert, key, "any").read()
         except CertificateError as e:
             return [f"{section} tls: {e}"]
         return []
@@ -111,11 +126,6 @@ def faults(section: str, settings: TlsSettings, addresses: Sequence[str]) -> lis
         for address in addresses
         if not is_loopback(address)
     ]
-
-
-def _tls(files: Sequence[str], mesh: str) -> Tls:
-    ca, cert, key = (Path(file) for file in files)
-    return Tls(ca, cert, key, mesh)
 
 
 def is_loopback(address: str) -> bool:
@@ -135,11 +145,38 @@ def tls_of(settings: TlsSettings, mesh: str) -> Tls | None:
     return Tls(Path(settings.tls_ca), Path(settings.tls_cert), Path(settings.tls_key), mesh)
 
 
-def warn_plain(addresses: Sequence[str], tls: Tls | None) -> None:
-    """Says so at the start of a process that was told to speak plain text."""
+def check_own(kind: str, name: str, tls: Tls | None) -> None:
+    """ConfigError where a process was given somebody else's certificate: nobody would talk to it, and its log alone would say so. `name`
+    is empty for one whose name nobody checks."""
+    if tls is None:
+        return
+    from trimtab.kit.certificates import about
+
+    said = about(tls.read()[1])
+    whose = f"{said.kind} {said.name} of mesh {said.mesh}" if said.kind else said.subject
+    if (said.mesh, said.kind) != (tls.mesh, kind) or (name and said.name not in (name, ANY_NAME)):
+        wanted = f"{kind} {name} of mesh {tls.mesh}" if name else f"a {kind} of mesh {tls.mesh}"
+        issue = f"trimtab certs issue {kind} {name or 'NAME'} --mesh {tls.mesh}"
+        raise ConfigError([f"{kind} tls_cert: {tls.cert} is for {whose}, and this is {wanted} ({issue})"])
+
+
+def warn(addresses: Sequence[str], tls: Tls | None, *, metrics: str = "") -> None:
+    """What whoever starts a process should know: plain text that it was told to speak, and what is wrong with its files. `metrics` is an
+    address that is plain text always."""
     for address in addresses:
         if tls is None and not is_loopback(address):
             log.warning("plain text beyond this machine", listen=address, because="insecure is set")
+    if metrics and not is_loopback(metrics):
+        log.warning("metrics are plain text beyond this machine", listen=metrics, because="metrics is set to it")
+    if tls is None:
+        return
+    from trimtab.kit.certificates import about
+
+    if tls.key.stat().st_mode & OTHERS:
+        log.warning("everybody on this machine can read the private key", key=str(tls.key), next=f"chmod 600 {tls.key}")
+    until = about(tls.read()[1]).not_after
+    if until - datetime.datetime.now(datetime.UTC) < RUNS_OUT_SOON:
+        log.warning("certificate runs out", cert=str(tls.cert), until=until.isoformat(), next="trimtab certs issue")
 
 
 def from_environment() -> Tls | None:
@@ -151,48 +188,76 @@ def from_environment() -> Tls | None:
     missing = [name for name, value in zip(names, files, strict=True) if not value]
     if missing:
         raise CertificateError(f"TLS needs {', '.join(names)}; {', '.join(missing)} is missing")
-    return _tls(files, os.environ.get("TRIMTAB_TLS_MESH", "default"))
+    ca, cert, key = map(Path, files)
+    return Tls(ca, cert, key, os.environ.get("TRIMTAB_TLS_MESH") or "default")
 
 
-class _Rotating:
-    """The server's files as they are now; the last good ones while somebody is writing them."""
+class _Files:
+    """The files as they are now, or the last good ones while somebody is writing them. One for all connections of a process, in and out."""
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
-        self._stamp = tls.stamp()
+        self._seen = self._stamp()
         self._good = tls.read()
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration:
-        import grpc
-
-        try:
-            stamp = self._tls.stamp()
-            if stamp != self._stamp:
-                self._good, self._stamp = self._tls.read(), stamp
+    def now(self) -> tuple[bytes, bytes, bytes]:
+        """Authority, certificate and key. A fault is said once for each state of the files."""
+        stamp = self._stamp()
+        if stamp != self._seen:
+            self._seen = stamp
+            try:
+                self._good = self._tls.read()
                 log.info("certificate renewed", cert=str(self._tls.cert))
-        except (CertificateError, OSError) as e:
-            log.warning("certificate not renewed", because=str(e), cert=str(self._tls.cert))
-        ca, cert, key = self._good
-        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+            except CertificateError as e:
+                log.warning("certificate not renewed; the last good one holds", because=str(e))
+        return self._good
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            return self._tls.stamp()
+        except OSError:
+            return ()
+
+
+_files = functools.lru_cache(maxsize=256)(_Files)
 
 
 def server_credentials(tls: Tls, *, clients_need_one: bool = True) -> grpc.ServerCredentials:
     """`clients_need_one`: a caller without a certificate of the mesh is turned away in the handshake."""
     import grpc
 
-    rotating = _Rotating(tls)
-    return grpc.dynamic_ssl_server_credentials(rotating(), rotating, clients_need_one)
+    def newest() -> grpc.ServerCertificateConfiguration:
+        ca, cert, key = _files(tls).now()
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    return grpc.dynamic_ssl_server_credentials(newest(), newest, clients_need_one)
+
+
+def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    """As the files are now. CertificateError where they were never good."""
+    import grpc
+
+    ca, cert, key = _files(tls).now()
+    return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 class HttpCertificate:
-    """For an HTTPS server: a context, and its certificate read anew when the files change. Clients need none of their own."""
+    """For an HTTPS server: a context whose certificate is read anew when the files change. With `asks_clients` a certificate that a client
+    shows must be of the authority; who shows none gets through the handshake, and is the handler's to judge."""
 
-    def __init__(self, tls: Tls) -> None:
+    def __init__(self, tls: Tls, *, asks_clients: bool = False) -> None:
         self._tls = tls
         self._stamp = tls.stamp()
-        tls.read()
+        self._asks_clients = asks_clients
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.load_cert_chain(tls.cert, tls.key)
+        self._load()
+
+    def _load(self) -> None:
+        self._tls.read()
+        self.context.load_cert_chain(self._tls.cert, self._tls.key)
+        if self._asks_clients:
+            self.context.verify_mode = ssl.CERT_OPTIONAL
+            self.context.load_verify_locations(self._tls.ca)
 
     async def renew(self) -> None:
         """For ever."""
@@ -201,20 +266,10 @@ class HttpCertificate:
             try:
                 stamp = self._tls.stamp()
                 if stamp != self._stamp:
-                    self._tls.read()
-                    self.context.load_cert_chain(self._tls.cert, self._tls.key)
                     self._stamp = stamp
-                    log.info("certificate renewed", cert=str(self._tls.cert))
+                    self._load()
             except (CertificateError, OSError) as e:
-                log.warning("certificate not renewed", because=str(e), cert=str(self._tls.cert))
-
-
-def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """As the files are now."""
-    import grpc
-
-    ca, cert, key = tls.read()
-    return grpc.ssl_channel_credentials(ca, key, cert)
+                log.warning("HTTPS certificate not renewed; the last good one holds", because=str(e))
 
 
 @dataclass(frozen=True, slots=True)
