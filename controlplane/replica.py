@@ -214,21 +214,23 @@ class Replica:
         PolicyRefused and Conflict (Fenced for a leader that was deposed) write nothing; StoreUnavailable means that the store did not say
         that it wrote.
         """
-        for _ in range(ATTEMPTS):
-            stored = await self._current()
-            if expect_version not in (None, stored.spec_version):
-                raise stale(expect_version or 0, stored.spec_version)
-            now = self._now_unix_ms()
-            document = decode_document(stored.snapshot.document)
-            if document.needs_schema > POLICY_SCHEMA:
-                raise PolicyRefused(
-                    f"the policy needs schema {document.needs_schema}, this control plane understands {POLICY_SCHEMA} and would drop what it "
-                    "does not know: make the change by a newer replica, or upgrade this one",
-                    reason="SCHEMA_TOO_OLD",
-                )
-            draft = build(document, nodes(), now)
+        for attempt in range(ATTEMPTS):
+            # What this replica holds is most likely the newest, and the store finds out when it is not. Nothing is concluded from it alone.
+            likely = self._likely() if attempt == 0 and not dry_run else None
+            stored = likely or await self._current()
+            try:
+                if expect_version not in (None, stored.spec_version):
+                    raise stale(expect_version or 0, stored.spec_version)
+                draft = self._draft(stored, build, nodes)
+            except (PolicyRefused, Conflict):
+                if likely is not None:
+                    continue
+                raise
+            if likely is not None and not draft.changes:
+                continue
             if dry_run or not draft.changes:
                 return Outcome(stored, draft.changes)
+            now = draft.document.written_unix_ms
             held = stored.identity
             snapshot = seal(draft.document, epoch=held.epoch, revision=held.revision + 1)
             after = Stored(
@@ -249,3 +251,18 @@ class Replica:
                 self._take(after)
                 return Outcome(after, draft.changes, receipt)
         raise Conflict("others kept changing the policy in between; try again")
+
+    def _likely(self) -> Stored | None:
+        """What is held here, where the store was there a moment ago and nobody was seen to hold more."""
+        stored = self.newest.value
+        return stored if stored is not None and self.store.state.writable and self._above(stored) is None else None
+
+    def _draft(self, stored: Stored, build: spec.Build, nodes: Callable[[], Iterable[Node]]) -> spec.Draft:
+        document = decode_document(stored.snapshot.document)
+        if document.needs_schema > POLICY_SCHEMA:
+            raise PolicyRefused(
+                f"the policy needs schema {document.needs_schema}, this control plane understands {POLICY_SCHEMA} and would drop what it "
+                "does not know: make the change by a newer replica, or upgrade this one",
+                reason="SCHEMA_TOO_OLD",
+            )
+        return build(document, nodes(), self._now_unix_ms())

@@ -75,7 +75,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """`stored` is what the store holds afterwards; `upon` is what it was built on, `Identity()` being an empty store.
+    """`stored` is what the store holds afterwards; `upon` is what it was built on, `Identity()` being an empty store. Without a digest it
+    stands for whatever the store holds under these numbers.
 
     With `expect_version` the write also needs that spec_version; with `lease`, that no other was granted since. `request_id` is new for
     every write, and the same when it is re-sent. `term_floor` is the highest term that the writer has seen, for a store that lost it.

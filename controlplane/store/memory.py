@@ -57,7 +57,8 @@ class MemoryStore:
     async def put(self, write: Write) -> Receipt:
         held = self._stored.value
         identity, version = (held.identity, held.spec_version) if held else (Identity(), 0)
-        if identity != write.upon:
+        other = bool(write.upon.sha256) and identity.sha256 != write.upon.sha256
+        if identity != write.upon or other:
             newest = list(self._log)[-RESENT_WITHIN:]
             if any(request_id == write.request_id for request_id, _ in newest):
                 return Receipt()
@@ -65,7 +66,7 @@ class MemoryStore:
             raise fenced(write.lease, f"{self._granted.term} of {self._granted.holder}")
         if write.expect_version not in (None, version):
             raise stale(write.expect_version or 0, version)
-        if identity != write.upon:
+        if identity != write.upon or other:
             raise Moved(f"the store holds {identity}, the write was built on {write.upon}")
         if write.term_floor > self._granted.term:
             self._granted = Lease("", write.term_floor)

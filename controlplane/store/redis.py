@@ -84,7 +84,13 @@ class RedisStore:
         head = (write.request_id, write.upon.epoch, write.upon.revision, expect)
         led = (lease.term, lease.holder) if lease else ("", "")
         numbers = (write.term_floor, identity.epoch, identity.revision, x.spec_version, x.snapshot.document)
-        kept = (LOG_LENGTH, PAST_LENGTH, RESENT_WITHIN, "" if x.kind is WriteKind.CONTROLLER else "past")
+        kept = (
+            LOG_LENGTH,
+            PAST_LENGTH,
+            RESENT_WITHIN,
+            "" if x.kind is WriteKind.CONTROLLER else "past",
+            write.upon.sha256.hex(),
+        )
         said = [part for pair in encode_entry(entry_of(x)).items() for part in pair]
         args = (*head, *led, *numbers, *kept, *said, "traceparent", x.traceparent)
         keys = (self._meta, self._policy, self._log, self._past, self._documents)

@@ -41,11 +41,14 @@ PUT = Script(
 -- KEYS: meta, policy, log, past (people's writes), documents.
 -- ARGV: 1 request id, 2 epoch and 3 revision built upon, 4 expected spec_version or '', 5 term and 6 holder of the lease or '',
 --       7 the highest term that the writer knows, 8 epoch, 9 revision, 10 spec_version, 11 the document,
---       12 length of the log, 13 of the past, 14 entries in which a re-sent put is looked for, 15 'past' or '', then pairs for the entry.
+--       12 length of the log, 13 of the past, 14 entries in which a re-sent put is looked for, 15 'past' or '',
+--       16 the digest built upon or '', then pairs for the entry.
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'revision', 'spec_version', 'term', 'term_holder')
 local epoch, revision, version = held[1] or '0', held[2] or '0', held[3] or '0'
 local term, holder = held[4] or '0', held[5] or ''
 local moved = epoch ~= ARGV[2] or revision ~= ARGV[3]
+-- Two stores that parted may hold the same numbers with other content.
+moved = moved or (ARGV[16] ~= '' and redis.call('HGET', KEYS[2], 'sha256') ~= ARGV[16])
 if moved then
   for _, entry in ipairs(redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', ARGV[14])) do
     local fields = entry[2]
@@ -64,7 +67,7 @@ if moved then return {'MOVED', epoch .. '.' .. revision} end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[8], 'revision', ARGV[9], 'spec_version', ARGV[10])
 if tonumber(ARGV[7]) > tonumber(term) then redis.call('HSET', KEYS[1], 'term', ARGV[7], 'term_holder', '') end
 local pairs_ = {}
-for i = 16, #ARGV do pairs_[#pairs_ + 1] = ARGV[i] end
+for i = 17, #ARGV do pairs_[#pairs_ + 1] = ARGV[i] end
 redis.call('HSET', KEYS[2], 'document', ARGV[11], unpack(pairs_))
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[12], '*', 'request', ARGV[1], unpack(pairs_))
 if ARGV[15] == 'past' then

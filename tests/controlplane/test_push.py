@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from controlplane import watchdog
-from controlplane.store import Stored
+from controlplane.store import Receipt, Stored, Write
 from controlplane.store.memory import MemoryStore
 from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh, a_snapshot, an_identity
 from trimtab import codec
@@ -233,6 +233,11 @@ class Away(MemoryStore):
         if self.away:
             raise StoreUnavailable("the store is away")
         return await super().load()
+
+    async def put(self, write: Write) -> Receipt:
+        if self.away:
+            raise StoreUnavailable("the store is away")
+        return await super().put(write)
 
 
 async def test_without_its_store_the_control_plane_reads_on_and_refuses_writes() -> None:

@@ -76,6 +76,16 @@ async def test_a_put_upon_what_is_no_longer_newest_writes_nothing(store: PolicyS
     assert len(await store.history(10)) == 2
 
 
+async def test_a_put_upon_other_content_under_the_same_numbers_writes_nothing(store: PolicyStore) -> None:
+    """Two stores that parted, as after a failover, count alike."""
+    first = await seeded(store)
+    elsewhere = a_stored(active=99)
+    assert elsewhere.identity == first.identity
+    with pytest.raises(Moved):
+        await store.put(a_write(a_stored(1, 2, 1), elsewhere))
+    assert await store.load() == first
+
+
 async def test_a_put_with_another_expected_version_is_a_conflict_that_names_both(store: PolicyStore) -> None:
     first = await seeded(store)
     with pytest.raises(Conflict) as caught:
