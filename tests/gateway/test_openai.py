@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from tests.gateway.builders import read, until
@@ -14,7 +14,17 @@ from trimtab import messages as m
 from trimtab.errors import EngineDead, QueueFull
 from trimtab.v1 import inference_pb2
 
+if TYPE_CHECKING:
+    import openai
+
 SAY = [{"role": "user", "content": "Say hello"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client_library() -> None:
+    """Takes most of a second: not in every process that only collects tests."""
+    global openai
+    import openai
 
 
 @pytest.fixture

@@ -259,8 +259,17 @@ def port_taken(address: str) -> str:
     return f"can't listen on {address}: {holder} holds the port; stop it, or choose another port"
 
 
+CANCEL_AGAIN_S = 3.0
+
+
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancel and wait for the end; whatever it raises is over with it."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await task
+    """Cancel and wait for the end; whatever it raises is over with it.
+
+    Cancelled again when it goes on: up to Python 3.11 `asyncio.wait_for` swallows a cancellation that comes as its work is just done, and
+    libraries use it.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()
