@@ -7,6 +7,7 @@ harmless. Sentinel asks anew who the primary is with each connection, so a failo
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import re
 import time
@@ -81,8 +82,13 @@ class Connection:
 
     async def ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
         """The answer, or StoreUnavailable. NoScriptError is left to whoever sent a script."""
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task is not None else 0
         try:
             got = await answer
+            if task is not None and task.cancelling() > cancelled:
+                # redis-py sends by wait_for, which swallows a cancellation in Python 3.11 when the sending is just done.
+                raise asyncio.CancelledError
         except NoScriptError:
             raise
         except ResponseError as e:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from controlplane.store import open_store
-from controlplane.store.connection import SentinelUrl, shown
+from controlplane.store.connection import Connection, SentinelUrl, shown
 
 
 def test_a_sentinel_url_in_full() -> None:
@@ -66,3 +68,24 @@ def test_a_url_that_means_nothing_is_an_error_that_shows_no_password(url: str, s
 )
 def test_what_is_shown_of_a_url(url: str, seen: str) -> None:
     assert shown(url) == seen
+
+
+async def test_a_cancellation_that_the_client_swallows_is_not_lost() -> None:
+    """As `asyncio.wait_for` does in Python 3.11 when its work is just done."""
+    at = Connection("redis://127.0.0.1:1/0", block_s=1.0)
+    begun = asyncio.Event()
+
+    async def swallowing() -> str:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "an answer all the same"
+        return ""
+
+    asking = asyncio.create_task(at.ask(swallowing()))
+    await begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await at.close()
