@@ -219,8 +219,15 @@ class Fleet:
 
     def _update(self, session: int, **changes: object) -> None:
         member = self.current(session)
-        if member is not None:
-            self._put(dataclasses.replace(member, **changes))  # type: ignore[arg-type]
+        if member is None:
+            return
+        after = dataclasses.replace(member, **changes)  # type: ignore[arg-type]
+        state = member.report.state if member.report is not None else None
+        if (after.report.state if after.report is not None else None) is state and after.connected == member.connected:
+            # Most that a node says changes nothing for gateways.
+            self._members[member.node_id] = after
+        else:
+            self._put(after)
 
     def _put(self, member: Member) -> None:
         # Of the node, wherever it is: one that is here hides the same one elsewhere.
