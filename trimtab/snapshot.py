@@ -181,7 +181,9 @@ class Document:
     def own_schema(self) -> int:
         """The schema that what is set here needs."""
         words = STATE_SCHEMA if any(a.state is not None for a in self.adjustments) else 0
-        return max(words, min_schema(self.base, *(o.policy for o in self.overlays)))
+        # A node that does not know a field would pass over what a controller does to it.
+        moved = max((FIELDS[a.field].schema for a in self.adjustments if a.field in FIELDS), default=0)
+        return max(words, moved, min_schema(self.base, *(o.policy for o in self.overlays)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,12 @@ def test_words_need_nodes_that_see_them() -> None:
     assert "alone → refuse by batch (p99)" in resolved.sources["isolate.action"]
 
 
+def test_an_adjustment_of_a_newer_field_needs_nodes_that_know_it() -> None:
+    newest = max((f for f in FIELDS.values() if f.numeric), key=lambda f: f.schema)
+    draft = adjusted(Document(), a_move(newest.path))
+    assert draft.document.needs_schema == newest.schema
+
+
 def test_a_whole_spec_leaves_what_others_own() -> None:
     canary = Overlay("canary", Scope(ScopeKind.ROLLOUT, ("w1",)), {"batch.active": 2}, Owner.ROLLOUT)
     before = adjusted(Document({"batch.active": 8}, (canary,)), a_move("batch.hard_cap")).document
