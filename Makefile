@@ -41,8 +41,9 @@ check: setup ## lint, formats, types, layers, protos, generated code
 	  echo '==> buf breaking: against protos/baseline.binpb'; $(BIN)/buf breaking --against protos/baseline.binpb; fi
 	@echo '==> generate --check: trimtab/v1 is what the protos give'; $(BIN)/python tools/generate.py --check
 
+# One after another: a machine that is new and busy has no time to spare; test-fast runs side by side.
 test: setup ## every test, those with a real vLLM included
-	@echo '==> pytest'; $(BIN)/python -m pytest --durations=10 $(ARGS)
+	@echo '==> pytest'; $(BIN)/python -m pytest -n0 --durations=10 $(ARGS)
 
 test-fast: setup ## the tests that need no vLLM
 	@echo '==> pytest, without vLLM'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
 from controlplane.admin.client import AdminClient
 from controlplane.leader import Leader
@@ -22,7 +21,9 @@ from controlplane.spec import adjust
 from controlplane.store import Fenced, Lease
 from controlplane.store.redis import RedisStore
 from tests.controlplane.mesh import FakeNode
+from tests.controlplane.proxy import Proxy
 from tests.controlplane.replicas import LEASE_S, Planes, Replica, Store, serving, stop, wake
+from tests.controlplane.witness import Asked, History, Outcome, Written
 from trimtab.errors import Conflict, StoreUnavailable, TrimtabError
 from trimtab.kit.rpc import cancel_and_wait
 from trimtab.snapshot import Adjustment, Limits, Scope
@@ -31,135 +32,6 @@ CONVERGE_S = 60.0
 DEFAULT_ACTIVE = 48
 LIMITS = Limits(max_num_seqs=4096, max_step_tokens=8192)
 """So that no value of a long run is refused."""
-
-
-class Proxy:
-    """A TCP link that can be cut, and pointed elsewhere. New connections are refused while it is cut."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.target = (host, port)
-        self.cut = False
-        self.stalled = asyncio.Event()
-        self.stalled.set()
-        self.port = 0
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.cut:
-            writer.close()
-            return
-        try:
-            there, back = await asyncio.open_connection(*self.target)
-        except OSError:
-            writer.close()
-            return
-        self._open |= {writer, back}
-        for source, sink in ((reader, back), (there, writer)):
-            task = asyncio.create_task(self._pump(source, sink))
-            self._pumps.add(task)
-            task.add_done_callback(self._pumps.discard)
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                await self.stalled.wait()
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-        self._open.discard(sink)
-
-    def sever(self) -> None:
-        """Every connection that is open ends, as by a reset."""
-        for writer in list(self._open):
-            writer.transport.abort()
-        self._open.clear()
-
-    def point_at(self, port: int) -> None:
-        self.target = ("127.0.0.1", port)
-        self.sever()
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self.sever()
-        self.stalled.set()
-        for task in list(self._pumps):
-            await cancel_and_wait(task)
-
-
-class Outcome(Enum):
-    """What whoever asked was told."""
-
-    OPEN = "open"
-    COMMITTED = "committed"
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    UNKNOWN = "unknown"
-
-
-@dataclass
-class Asked:
-    """One change, its value unlike any other's. Times by one monotonic clock; `ended` is infinite while nobody knows."""
-
-    value: int
-    began: float
-    ended: float = float("inf")
-    outcome: Outcome = Outcome.OPEN
-
-
-@dataclass
-class Written:
-    """A controller's write that was taken: its lease, and when it was asked for."""
-
-    lease: Lease
-    began: float
-
-
-@dataclass
-class History:
-    """All that was asked for and told. `grants` are leases with the moment at which they were known to hold."""
-
-    asked: list[Asked] = field(default_factory=list)
-    written: list[Written] = field(default_factory=list)
-    grants: list[tuple[Lease, float]] = field(default_factory=list)
-    fenced: int = 0
-    log: list[str] = field(default_factory=list)
-
-    def faults(self, final: int | None, nodes: list[FakeNode]) -> list[str]:
-        """What must not have been. `final` is the value in force once all is quiet; None is the default."""
-        found = []
-        by_value = {a.value: a for a in self.asked}
-        committed = [a for a in self.asked if a.outcome is Outcome.COMMITTED]
-        mine = by_value.get(final) if final is not None else None
-        if final is not None and mine is None:
-            found.append(f"{final} is in force, and nobody asked for it")
-        if mine is not None and mine.outcome is Outcome.REFUSED:
-            found.append(f"{final} is in force, and was refused")
-        ended = mine.ended if mine is not None and mine.outcome is not Outcome.UNKNOWN else float("inf")
-        if mine is None:
-            ended = float("-inf")
-        found += [
-            f"{a.value} was acknowledged as committed and is lost: {final} was over before it was asked for"
-            for a in committed
-            if a.began > ended
-        ]
-        newest = 0
-        for w in sorted(self.written, key=lambda w: w.began):
-            newest = max((lease.term for lease, at in self.grants if at < w.began), default=0)
-            if w.lease.term < newest:
-                found.append(f"a write of term {w.lease.term} landed after term {newest} was granted")
-        holders: dict[int, set[str]] = {}
-        for lease, _ in self.grants:
-            holders.setdefault(lease.term, set()).add(lease.holder)
-        found += [f"term {term} was granted to {sorted(who)}" for term, who in holders.items() if len(who) > 1]
-        found += [f"{n.node.node_id} went back {n.backwards} times within an epoch" for n in nodes if n.backwards]
-        return found
 
 
 class Contender:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from controlplane.store import Lease
-from tests.controlplane.chaos import Asked, History, Outcome, Written, a_world, run
+from tests.controlplane.chaos import a_world, run
+from tests.controlplane.witness import Asked, History, Outcome, Written
 
 SEEDS = [int(x) for x in os.environ.get("TRIMTAB_CHAOS", "1").split(",")]
 STEPS = int(os.environ.get("TRIMTAB_CHAOS_STEPS", "8"))
