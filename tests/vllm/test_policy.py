@@ -21,7 +21,7 @@ async def test_batch_active_is_obeyed_by_the_running_engine(mesh):
     answer = mesh.set_policy("batch.active=8")
     assert await overlap(mesh) is True
     assert mesh.processes["worker"].pid == before
-    assert answer["changes"][0] == {"field": "batch.active", "before": 1, "after": 8}
+    assert answer["changes"][0] == {"field": "batch.active", "scope": "", "before": 1, "after": 8}
 
 
 async def test_workload_alone_decides_who_goes_first_in_the_engine(mesh):
