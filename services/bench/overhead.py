@@ -2,7 +2,8 @@
 
 Arms: `mesh` (client → gateway → worker), `worker` (client → worker), `bare` (AsyncLLM driven in its own process), `http` (vLLM's server).
 They are interleaved: a block is one round at one concurrency with a turn for every arm, and turns change places from round to round.
-The gateway's share of TTFT is measured apart, over a simulated engine of constant steps, where nothing else varies.
+TTFT against vLLM's server is compared on lone requests, in many short turns of those two arms. The gateway's share of TTFT is measured apart,
+over a simulated engine of constant steps, where nothing else varies.
 
 The load generator runs on the machine that it measures and takes its share of it from every arm but `bare`, which drives itself: a bias
 against the mesh, whose size the report shows.
@@ -22,14 +23,14 @@ from services.bench import figures, tables
 from services.bench.added_ttft import measure_pairs
 from services.bench.arms import Arm
 from services.bench.checkpoint import Checkpoint, new_directory, now
-from services.bench.figures import Block
+from services.bench.figures import Block, Lone
 from services.bench.options import Options
-from services.bench.plan import FULL, MAX_TOKENS, QUICK, Plan
+from services.bench.plan import FULL, LONE_ARMS, LONE_REQUESTS, MAX_TOKENS, QUICK, Plan
 from services.bench.processes import BenchError
 from services.bench.progress import Progress, progress
 from services.bench.report import Report, command, machine
 from services.bench.start import Shape, model_path, real_arms
-from services.bench.turns import Machinery, cell
+from services.bench.turns import Machinery, cell, lone
 from trimtab.kit.cli import ExitCode
 
 
@@ -49,6 +50,7 @@ class Found:
 
     pairs: list[figures.Pair] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    lone: list[Lone] = field(default_factory=list)
 
     @staticmethod
     def of(parts: Sequence[Mapping[str, Any]]) -> Found:
@@ -56,6 +58,8 @@ class Found:
         for part in parts:
             if part["kind"] == "pairs":
                 found.pairs = [(a, b) for a, b in part["pairs"]]
+            elif part["kind"] == "lone":
+                found.lone.append(Lone.from_json(part))
             else:
                 found.blocks.append(Block.from_json(part))
         return found
@@ -91,8 +95,12 @@ async def run(options: Options, parts: Parts | None = None) -> Report:
 
 
 def _report(found: Found, seed: int, facts: Mapping[str, Any], notes: Sequence[str], whole: bool) -> Report:
-    arms = [*figures.arms(found.blocks, seed), *figures.simulated_arms(found.pairs)]
-    goals = figures.goals(found.blocks, found.pairs, seed)
+    arms = [
+        *figures.arms(found.blocks, seed),
+        *figures.lone_arms(found.lone),
+        *figures.simulated_arms(found.pairs),
+    ]
+    goals = figures.goals(found.blocks, found.pairs, found.lone, seed)
     return Report(
         "overhead",
         arms,
@@ -119,7 +127,10 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
     todo = [(r, c) for r in range(plan.rounds) for c in plan.requests if (r, c) not in done]
     for _, c in done:
         show.skip(plan.block_s(c))
-    if not todo:
+    for _ in found.lone:
+        show.skip(plan.lone_s())
+    alone = sorted({*range(plan.lone_rounds)} - {r.round for r in found.lone})
+    if not todo and not alone:
         return
     show.stage(f"starting the engines of {', '.join(plan.arms)}")
     async with parts.arms(checkpoint.directory, shape, plan.arms) as (machinery, arms):
@@ -140,6 +151,12 @@ async def _measure(plan: Plan, shape: Shape, seed: int, checkpoint: Checkpoint, 
                 )
                 show.done(plan.cell_s(concurrency))
             checkpoint.add({"kind": "block", **now(), **Block(round_, concurrency, cells).as_json()})
+        for round_ in alone:
+            show.stage(f"lone requests, round {round_ + 1} of {plan.lone_rounds}")
+            order = LONE_ARMS if round_ % 2 else LONE_ARMS[::-1]
+            ttft_ms = {a: await lone(arms[a], machinery, f"{seed}/lone/{round_}", LONE_REQUESTS) for a in order}
+            checkpoint.add({"kind": "lone", **now(), **Lone(round_, ttft_ms).as_json()})
+            show.done(plan.lone_s())
 
 
 def _quietness(arms: Sequence[Mapping[str, Any]], cores: int) -> list[str]:
@@ -163,6 +180,7 @@ def _setup(plan: Plan, shape: Shape, seed: int) -> dict[str, Any]:
         "firsts": {str(c): n for c, n in plan.firsts.items()},
         "max_tokens": MAX_TOKENS,
         "pairs": plan.pairs,
+        "lone_requests": LONE_REQUESTS,
         "seed": seed,
         "shape": asdict(shape),
         "vllm": _vllm(),

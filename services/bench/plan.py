@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.bench.figures import ARMS
 
 MAX_TOKENS = 64
+LONE_ARMS, LONE_REQUESTS = ("mesh", "http"), 8
 START_S, PAIR_S, FIRST_S, ASIDE_S = 25.0, 0.05, 0.2, 2.3
 """Expected, for the forecast only; `ASIDE_S` is what a turn spends besides its burst."""
 TOKENS_PER_S = {1: 20, 8: 140, 32: 330}
@@ -18,6 +19,8 @@ TOKENS_PER_S = {1: 20, 8: 140, 32: 330}
 class Plan:
     """`requests` by concurrency, for one arm in one round; `firsts` likewise, of short ones that count for TTFT alone.
 
+    `lone_rounds` more, of `LONE_REQUESTS` short ones at 1 stream, are of `LONE_ARMS` only.
+
     `budget_s` bounds the measuring; what it leaves undone is left out of the report.
     """
 
@@ -25,6 +28,7 @@ class Plan:
     requests: Mapping[int, int]
     pairs: int
     firsts: Mapping[int, int] = field(default_factory=dict)
+    lone_rounds: int = 0
     arms: tuple[str, ...] = ARMS
     budget_s: float | None = None
     left_out: str = ""
@@ -45,7 +49,10 @@ class Plan:
 
     def expected_s(self) -> float:
         blocks = self.rounds * sum(self.block_s(c) for c in self.requests)
-        return self.pairs_s() + self.start_s() + blocks
+        return self.pairs_s() + self.start_s() + blocks + self.lone_rounds * self.lone_s()
+
+    def lone_s(self) -> float:
+        return len(LONE_ARMS) * (LONE_REQUESTS * FIRST_S + 1.5)
 
     def order(self, round_: int) -> list[str]:
         """Who goes when: every second round runs backwards, and each pair of rounds begins with another arm."""
@@ -55,7 +62,7 @@ class Plan:
 
 
 # Short turns and many rounds: a shared machine's speed drifts within seconds, and only neighbours in time are comparable.
-FULL = Plan(rounds=10, requests={1: 3, 8: 16, 32: 32}, pairs=400, firsts={1: 20})
+FULL = Plan(rounds=10, requests={1: 3, 8: 16, 32: 32}, pairs=400, firsts={1: 20}, lone_rounds=240)
 QUICK = Plan(
     rounds=2,
     requests={32: 32},

@@ -13,11 +13,14 @@ CPU_ROLES = ("gateway", "worker", "control", "front", "engine", "client")
 def sections(arms: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """(title, table) of each."""
     real = [a for a in arms if "tokens_per_s" in a]
-    simulated = [a for a in arms if "tokens_per_s" not in a]
+    simulated = [a for a in arms if a["arm"].startswith("simulated")]
+    lone = [a for a in arms if a["arm"].startswith("lone")]
     found = []
     if real:
         found.append(("Speed: medians over rounds; [quartiles], and for ratios and TTFT [95 % interval]", _speed(real)))
         found.append(("CPU seconds per 1,000 output tokens, medians over rounds", _cpu(real)))
+    if lone:
+        found.append(("TTFT of lone requests on the real engines, in neighbouring turns", _ttft(lone)))
     if simulated:
         found.append(
             ("TTFT over a simulated engine of constant steps, one request at a time, paired", _ttft(simulated))
@@ -64,4 +67,4 @@ def _ttft(arms: Sequence[Mapping[str, Any]]) -> str:
         p50, p95 = a["ttft_p50_ms"], a["ttft_p95_ms"]
         quartiles = f"{p50['median']:.2f} [{p50['low']:.2f}, {p50['high']:.2f}]"
         rows.append((a["arm"], quartiles, f"{p95['value']:.2f}", f"n={a['ttft_samples']}"))
-    return table(("ARM", "P50 MS [QUARTILES]", "P95 MS", "PAIRS"), rows)
+    return table(("ARM", "P50 MS [QUARTILES]", "P95 MS", "REQUESTS"), rows)

@@ -63,6 +63,18 @@ async def cell(
     )
 
 
+async def lone(arm: Arm, machinery: Machinery, seed: str, requests: int) -> tuple[float, ...]:
+    """TTFT in milliseconds of short requests, one after another. BenchError when one fails."""
+    await settle(machinery)
+    try:
+        await arm.burst(prompts(f"{seed}/primer", 1), 1, PRIMER_TOKENS)
+        burst = await arm.burst(prompts(seed, requests), 1, FIRST_TOKENS)
+    except (TrimtabError, aiohttp.ClientError, OSError, ValueError) as e:
+        machinery.check()
+        raise BenchError(f"a request of arm {arm.name} failed: {e}") from e
+    return tuple(s.ttft_ms for s in burst.samples)
+
+
 async def settle(machinery: Machinery) -> None:
     """Until our processes do nothing. One that never comes to rest is not waited for: the report shows it."""
     for _ in range(round(QUIET_LIMIT_S / QUIET_POLL_S)):
