@@ -11,11 +11,11 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-push bench-soak bench-policy-latency clean clean-cache
+.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-push bench-soak bench-gateway bench-policy-latency drill-streams drill-leavers drill-burst clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
-	@echo 'ARGS="..." is handed on to up, test and bench; TRIMTAB_ACCELERATOR=cpu|gpu chooses the engine of setup.'
+	@echo 'ARGS="..." is handed on to up, test, bench and drill; TRIMTAB_ACCELERATOR=cpu|gpu chooses the engine of setup.'
 
 setup: ## make .venv, install everything, fetch the default model (does nothing when up to date)
 	@test -n '$(PYTHON)' || { echo 'setup: no Python 3.11 to 3.14 found; install one, or: make setup PYTHON=/path/to/python3' >&2; exit 1; }
@@ -69,8 +69,20 @@ bench-push: setup ## from a policy's put to its holding in up to a thousand node
 bench-soak: setup ## ten minutes of ten puts a second to 200 nodes: what every process's memory does
 	@$(BIN)/trimtab bench soak $(ARGS)
 
+bench-gateway: setup ## what a token costs a gateway, by one stream per worker and by one per request
+	@$(BIN)/trimtab bench gateway $(ARGS)
+
 bench-policy-latency: setup ## how long an engine takes to acknowledge a policy
 	@$(BIN)/trimtab bench policy-latency $(ARGS)
+
+drill-streams: setup ## workers killed, stopped, cut off and drained under a thousand streams
+	@$(BIN)/trimtab drill streams $(ARGS)
+
+drill-leavers: setup ## ten thousand clients that leave in every phase
+	@$(BIN)/trimtab drill leavers $(ARGS)
+
+drill-burst: setup ## four times as many realtime requests for a minute
+	@$(BIN)/trimtab drill burst $(ARGS)
 
 clean: ## remove build outputs and tool caches (.venv and the model stay)
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

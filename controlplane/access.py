@@ -2,7 +2,7 @@
 
     [viewer]                          # may look
     users = ["*"]                     # names in certificates; * is every certificate of the mesh's authority
-    [operator]                        # may change the policy and steer requests, in its own name
+    [operator]                        # may change the policy, steer requests and workers, in its own name
     users = ["oncall"]
     [admin]                           # may do so in anybody's name
     users = ["ada"]
@@ -49,11 +49,15 @@ NEEDS: Mapping[str, Role] = {
     "ListPolicyAnswers": Role.VIEWER,
     "AwaitPolicy": Role.VIEWER,
     "GetFleet": Role.VIEWER,
+    "ListBreakers": Role.VIEWER,
+    "ListActions": Role.VIEWER,
     "WhoAmI": Role.NONE,
     "SetPolicy": Role.OPERATOR,
     "ApplyPolicy": Role.OPERATOR,
     "PinPolicy": Role.OPERATOR,
     "SteerRequests": Role.OPERATOR,
+    "ForceBreaker": Role.OPERATOR,
+    "DrainNode": Role.OPERATOR,
 }
 """By method of AdminService; one that is not here needs an admin."""
 ROLES = {role.name.lower(): role for role in Role if role}

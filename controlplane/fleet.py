@@ -140,6 +140,16 @@ class Fleet:
         if member is not None and member.connected:
             self._update(session, lost_at=now)
 
+    def draining(self, session: int) -> None:
+        """The node has said that it takes no new work; its next report would say so too."""
+        member = self.current(session)
+        if member is not None and member.report is not None:
+            self._update(session, report=dataclasses.replace(member.report, state=NodeState.DRAINING))
+
+    def touched(self) -> None:
+        """What gateways are told beside it is another than before."""
+        self._version += 1
+
     def expire(self, now: float, *, silence_s: float) -> list[Member]:
         """Counts connected nodes that said nothing for `silence_s` as lost; they are back with their next message.
 

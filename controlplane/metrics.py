@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from controlplane.breakers import DIMENSIONS
+
 CONVERGENCE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -39,4 +41,13 @@ class ControlMetrics:
             ["method"],
             registry=registry,
         )
+        self.trips = Counter(
+            "trimtab_control_breaker_trips",
+            "Breakers that gateways of this replica opened on workers, by what they opened on: errors, latency, hung.",
+            ["dimension"],
+            registry=registry,
+        )
         self.store_up = Gauge("trimtab_control_store_up", "1 while the policy store answers.", registry=registry)
+
+    def tripped(self, dimension: str) -> None:
+        self.trips.labels(dimension if dimension in DIMENSIONS else "other").inc()

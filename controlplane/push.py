@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from controlplane.answers import Answers
+from controlplane.breaker_keeper import BreakerKeeper
 from controlplane.commands import ask_all
 from controlplane.fleet import Fleet, Refusal
 from controlplane.gatekeeper import granted
@@ -81,7 +82,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._streams: dict[int, Stream] = {}
         self._changed_at = time.monotonic()
         self._viewed = 0
-        self._view = GatewayView(fleet)
+        self.breakers = BreakerKeeper(replica.store, self._noticed)
+        self._view = GatewayView(fleet, self.breakers.notice)
         self._pushing: tuple[Identity, control_pb2.ConnectResponse] | None = None
         self._traced = 0
         self._behind: dict[int, None] = {}
@@ -93,6 +95,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             tasks.create_task(self._push_behind())
             tasks.create_task(self._give_up_waiting())
             tasks.create_task(self.log.run())
+            tasks.create_task(self.breakers.run())
             tasks.create_task(
                 watch_fleet(
                     self._fleet,
@@ -117,6 +120,16 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             if s.hello.role is Role.WORKER and self._fleet.current(s.session) is not None
         }
         return await ask_all(calls, command, within_s=within_s)
+
+    async def command_one(
+        self, node_id: str, command: control_pb2.Command, *, within_s: float
+    ) -> control_pb2.CommandResult | None:
+        """What became of it at this one; None where it is not connected to this replica."""
+        member = self._fleet.member(node_id)
+        stream = self._streams.get(member.session) if member is not None and not member.replica else None
+        if stream is None:
+            return None
+        return (await ask_all({node_id: stream.calls}, command, within_s=within_s))[node_id]
 
     async def _announce(self) -> None:
         async for stored in self._replica.newest.follow():
@@ -164,6 +177,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """Somebody joined or was lost, here or at another replica."""
         self._on_moved()
         self.answers.set(None)
+        self._publish()
+
+    def _noticed(self) -> None:
+        self._fleet.touched()
         self._publish()
 
     def _forgotten(self, session: int) -> None:
@@ -299,7 +316,21 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 if kind is not None and self._fleet.current(stream.session) is not None:
                     said = str(getattr(request, kind)).replace("\n", " ").strip()[:MAX_SAID]
                     log.info(kind.replace("_", " "), node=stream.hello.node.node_id, said=said)
+                    self._happened(stream, request.node_event)
         self._publish()
+
+    def _happened(self, stream: Stream, event: control_pb2.NodeEvent) -> None:
+        match event.WhichOneof("event"):
+            case "breaker_tripped" if stream.hello.role is Role.GATEWAY:
+                trip = event.breaker_tripped
+                worker = self._fleet.member(trip.node_id)
+                # One that is gone, or runs anew, is not blamed for what another process did.
+                if worker is not None and worker.hello.incarnation == trip.incarnation:
+                    said = (trip.dimension, trip.open_ms, trip.because)
+                    self.breakers.tripped(stream.hello.node.node_id, trip.node_id, trip.incarnation, *said)
+                    self._metrics.tripped(trip.dimension)
+            case "drain_begun":
+                self._fleet.draining(stream.session)
 
     def _answered(self, stream: Stream, result: control_pb2.PolicyResult, now: float) -> None:
         """One node's answer to one push: into the fleet, the trace, the metrics and the log."""

@@ -18,13 +18,22 @@ def _state(node: Any) -> str:
     return decode_state(node.report.state).value
 
 
+def _gone(node: Any) -> str:
+    """Of one that is not connected: what had its drain begun has left, what had not was lost."""
+    return "drained" if _state(node) == "draining" else "lost"
+
+
+def gone_text(node: Any) -> str:
+    return f"{_gone(node).upper()} {node.seconds_since_report:.0f} s ago"
+
+
 def fleet_text(answer: Any) -> str:
     lines: list[str] = []
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
     for node in answer.nodes:
         hello, load = node.hello, node.report.load
-        state = _state(node) if node.connected else f"LOST {node.seconds_since_report:.0f} s ago"
+        state = _state(node) if node.connected else gone_text(node)
         work = f"{load.running}/{load.waiting}" if role_of(node) == "worker" else ""
         rows.append((hello.node_id, role_of(node), hello.pool, state, work, place(node.policy.applied), hello.address))
         if node.policy.refused.epoch:
@@ -76,7 +85,7 @@ def node_json(n: Any) -> dict[str, Any]:
         "policy_schema": hello.policy_schema,
         "limits": {name: getattr(hello.limits, name) for name in limits},
         "connected": n.connected,
-        "state": _state(n) if n.connected else "lost",
+        "state": _state(n) if n.connected else _gone(n),
         "load": {name: getattr(report.load, name) for name in load},
         "steps": report.steps,
         "counters": dict(report.counters),

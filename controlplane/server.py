@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from controlplane.access import NEEDS, Grant, Role
 from controlplane.admin.checks import MAX_AUTHOR_CHARS
 from controlplane.admin.server import AdminServicer
+from controlplane.admin.workers import Workers
 from controlplane.fleet import Fleet
 from controlplane.gatekeeper import AccessFile, Gatekeeper
 from controlplane.leader import Leader
@@ -95,6 +96,7 @@ class ControlPlane:
             self.peers,
             self.leader,
             self.control.log,
+            Workers(self.fleet, self.control.breakers, store, self.peers, self.control.command_one),
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

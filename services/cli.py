@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trimtab.errors import TrimtabError
-from trimtab.kit.cli import ExitCode, echo_json, fail, gateway_option, json_option, run, table
+from trimtab.kit.cli import KEY, ExitCode, echo_json, fail, gateway_option, json_option, own_key, run, table
 from trimtab.kit.process import state_dir
 from trimtab.kit.run_file import DEFAULT_MESH, gateway_address, running
 from trimtab.kit.tls import CertificateError
@@ -23,6 +23,7 @@ from trimtab.messages import ChatMessage, Request, Sampling, Workload
 
 if TYPE_CHECKING:
     from services.answers import Answer
+    from trimtab.client import Client
 
 F = TypeVar("F", bound=Callable[..., Any])
 NEWEST = 10
@@ -64,7 +65,6 @@ def chat(
 ) -> None:
     """Talk to a model. With PROMPT, or with text on stdin, one answer; else a conversation."""
     from services.chat import Conversation, converse
-    from trimtab.client import Client
 
     if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
@@ -81,7 +81,7 @@ def chat(
         return
     with asyncio.Runner() as runner:
         with _certificates_read():
-            client = runner.run(_made(Client, gateway_address(gateway)))
+            client = runner.run(_made(_client, gateway_address(gateway)))
         try:
             converse(runner, Conversation(client, template, system), timeout_s=timeout_s)
         finally:
@@ -212,9 +212,8 @@ async def _ask(
 
     from services.answers import ask, model_or_only
     from services.chat import write
-    from trimtab.client import Client
 
-    async with Client(address) as client:
+    async with _client(address) as client:
         request = replace(template, model=await model_or_only(client, template.model), prompt=prompt)
         await ask(client, request, answer, (lambda _: None) if as_json else write, timeout_s=timeout_s)
 
@@ -226,6 +225,16 @@ def _certificates_read() -> Iterator[None]:
         yield
     except CertificateError as e:
         raise click.UsageError(str(e)) from e
+
+
+def _client(address: str) -> Client:
+    """One that says who calls, where TRIMTAB_KEY does."""
+    from trimtab.client import Client
+
+    try:
+        return Client(address, key=own_key())
+    except ValueError as e:
+        raise click.UsageError(f"{KEY}: {e}") from e
 
 
 async def _made(kind: Any, *args: Any) -> Any:

@@ -5,7 +5,8 @@ TrimtabError
 │   ├── InvalidRequest           a field is missing, malformed or out of range
 │   ├── ModelNotFound            the model is not served here
 │   ├── WrongPool                the request belongs to another pool
-│   └── ResumeRefused            the delivered prefix does not belong to this prompt
+│   ├── ResumeRefused            the delivered prefix does not belong to this prompt
+│   └── Quarantined              workers died of it
 ├── BackPressure                 the same call may succeed later
 │   ├── QueueFull                the process's queue for this workload is full
 │   ├── SlowReader               the reader left too many tokens unread
@@ -105,6 +106,14 @@ class ResumeRefused(ClientFault):
     grpc_code = "FAILED_PRECONDITION"
     http_status = 409
     reason = "RESUME_REFUSED"
+
+
+class Quarantined(ClientFault):
+    """Workers died of it; it is kept from the others."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 422
+    reason = "QUARANTINED"
 
 
 class BackPressure(TrimtabError):

@@ -152,6 +152,8 @@ class Accepted:
     prompt_digest: bytes
     resumable: bool
     model: str
+    started: bool = False
+    """The engine has it already; else a notice says when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ class NoticeKind(enum.Enum):
     REQUEUED = "requeued"
     RESUMED = "resumed"
     DEGRADED = "degraded"
+    STARTED = "started"
 
 
 @dataclass(frozen=True, slots=True)

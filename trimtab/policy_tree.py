@@ -44,6 +44,14 @@ class Isolation(enum.StrEnum):
     POOL = "pool"
 
 
+class Shed(enum.StrEnum):
+    """What a gateway refuses at its door, to make room for the rest."""
+
+    NONE = "none"
+    COLD = "cold"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPart:
     """The engine's running set."""
@@ -97,6 +105,20 @@ class AdmissionPart:
     engine_queue: int = whole(
         8, low=0, high=4096, schema=5, unit="requests",
         doc="requests that the engine holds beyond its running set at most",
+    )  # fmt: skip
+    shed: str = choice(
+        Shed, Shed.NONE, schema=43, restrictive=(Shed.NONE, Shed.COLD, Shed.BATCH),
+        doc="what a gateway refuses at its door: nothing (none), cold BATCH requests (cold), all BATCH requests (batch)",
+    )  # fmt: skip
+    cold_share: float = fraction(
+        0.75, low=0.0, high=1.0, schema=44, unit="of batch_queue", doc="what cold BATCH requests may take of a gateway's queue"
+    )  # fmt: skip
+    degrade_above: float = fraction(
+        0.5, low=0.0, high=1.0, schema=45, unit="of the REALTIME queues",
+        doc="above this use, in the least used worker, REALTIME output is capped to degraded_max_tokens",
+    )  # fmt: skip
+    degraded_max_tokens: int = whole(
+        512, low=0, high=MANY, schema=46, unit="tokens", doc="output of a REALTIME request while queues are that full; 0 never caps"
     )  # fmt: skip
 
 
@@ -217,6 +239,53 @@ class SchedulerPart:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumePart:
+    """How a stream goes on when its worker does not."""
+
+    attempts: int = whole(
+        16, low=1, high=100, schema=33, unit="attempts",
+        doc="workers that one request may be given to, one after another; 1 never moves a stream that has begun",
+    )  # fmt: skip
+    wait_ms: int = whole(
+        30_000, low=0, high=HOUR_MS, schema=34, unit="milliseconds",
+        doc="a stream whose worker is gone waits so long for one that can take it on",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerPart:
+    """When a gateway sends a worker nothing for a while."""
+
+    error_rate: float = fraction(
+        0.5, low=0.01, high=1.0, schema=35, unit="of outcomes",
+        doc="engine faults among the outcomes of the window at which a worker's breaker opens",
+    )  # fmt: skip
+    min_outcomes: int = whole(
+        10, low=1, high=MANY, schema=36, unit="outcomes", doc="fewer in the window open no breaker"
+    )
+    window_ms: int = whole(
+        10_000, low=100, high=HOUR_MS, schema=37, unit="milliseconds", doc="outcomes older than this are forgotten"
+    )
+    latency_factor: float = fraction(
+        4.0, low=0.0, high=1000.0, schema=38, unit="times its peers' median",
+        doc="a worker whose P95 of TTFT is above this, and its median above half of it, opens its breaker; 0 is off",
+    )  # fmt: skip
+    min_latencies: int = whole(
+        20, low=1, high=MANY, schema=39, unit="first tokens", doc="fewer in the window open no breaker by latency"
+    )
+    open_ms: int = whole(
+        2000, low=1, high=HOUR_MS, schema=40, unit="milliseconds",
+        doc="an open breaker lets nothing through for so long; twice as long each time in a row"
+    )  # fmt: skip
+    max_open_ms: int = whole(
+        30_000, low=1, high=HOUR_MS, schema=41, unit="milliseconds", doc="it never stays open longer than this"
+    )
+    probes: int = whole(
+        3, low=1, high=100, schema=42, unit="requests", doc="let through half open, and successes that close it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The whole tree. `Policy()` is the default."""
 
@@ -231,3 +300,5 @@ class Policy:
     memory: MemoryPart = dataclasses.field(default_factory=MemoryPart)
     clusters: ClustersPart = dataclasses.field(default_factory=ClustersPart)
     scheduler: SchedulerPart = dataclasses.field(default_factory=SchedulerPart)
+    resume: ResumePart = dataclasses.field(default_factory=ResumePart)
+    breaker: BreakerPart = dataclasses.field(default_factory=BreakerPart)

@@ -32,9 +32,9 @@ def judge(pulse: Pulse, *, work_waiting: bool, idle_since: float, now: float) ->
     """DESIGN §3: hung = work is there and the step counter stands for max(2 s, 4 × the predicted time of the step in flight).
 
     `work_waiting` is whether the front process has handed over anything unfinished; `idle_since` when that last became true, so that an
-    engine which never begins a step for it is found too.
+    engine which never begins a step for it is found too. A step in flight that overstays is hung also when its work has gone elsewhere.
     """
-    if not work_waiting:
+    if not work_waiting and pulse.ended:
         return Progress.IDLE
     patience_ms = max(HUNG_AFTER_MS, 0.0 if pulse.ended else HUNG_FACTOR * pulse.predicted_ms)
     since = max(pulse.begun, idle_since)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 
-from trimtab.errors import InvalidRequest, Violation, WrongPool
+from trimtab.errors import DeadlineExceeded, InvalidRequest, Violation, WrongPool
 from trimtab.messages import ChatMessage, Prompt, Request, Sampling, StructureKind
 from trimtab.policy import Isolation, Policy
 
@@ -145,6 +145,14 @@ def check_isolation(policy: Policy, prompt_tokens: int, tenant: str) -> None:
     if isolate.action == Isolation.POOL:
         raise WrongPool(f"{name} {why} another pool must take it (isolate.action = pool)")
     raise_if([Violation(name, f"{why} it is refused (isolate.action = refuse)")])
+
+
+def check_time(left_s: float | None, step_ms: float) -> None:
+    """Raise DeadlineExceeded where not even one step of the engine (`step_ms` at least, as fitted; 0 where unknown) ends in time."""
+    if left_s is not None and left_s * 1000.0 < step_ms:
+        raise DeadlineExceeded(
+            f"{left_s * 1000.0:.0f} ms are left, and a step of this engine takes {step_ms:.0f}: it can't be answered in time"
+        )
 
 
 def raise_if(found: list[Violation]) -> None:

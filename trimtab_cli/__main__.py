@@ -26,13 +26,18 @@ VERBS = {
     "up": Verb("trimtab_cli.up", "up", "Run the whole mesh on this machine."),
     "chat": Verb("services.cli", "chat", "Talk to a model, or ask it one thing."),
     "generate": Verb("services.cli", "generate", "Complete a prompt."),
+    "batch": Verb("services.cli_batch", "batch", "Run a file of requests as BATCH, and go on where it was stopped."),
     "trace": Verb("services.cli", "trace", "Show where a request's or a policy change's time went."),
     "bench": Verb("services.bench.cli", "bench", "Measure what the mesh costs on this machine."),
+    "drill": Verb("services.drill.cli", "drill", "Strike at a mesh of its own, and see what clients notice."),
     "policy": Verb("controlplane.cli_history", "policy", "Read and change the policy that steers the engines."),
     "requests": Verb("controlplane.cli_requests", "requests", "Move, isolate or release requests that wait or run."),
+    "breaker": Verb("controlplane.cli_workers", "breaker", "Show workers' breakers, or force one open or closed."),
+    "drain": Verb("controlplane.cli_workers", "drain", "Take a worker out of the mesh; its streams go on elsewhere."),
     "fleet": Verb("controlplane.cli", "fleet", "Show the mesh's nodes, their load and their policy."),
     "why": Verb("trimtab_cli.why", "why", "Tell which change, by whom, on what evidence."),
     "certs": Verb("trimtab_cli.certs", "certs", "Make and show the certificates of a mesh."),
+    "keys": Verb("services.cli_keys", "keys", "Make keys for a gateway's tenants, and check its key file."),
     "config": Verb("trimtab_cli.config", "config", "Check and show settings."),
 }
 
@@ -47,6 +52,8 @@ class Verbs(click.Group):
         verb = VERBS.get(cmd_name)
         if verb is None:
             return None
+        # Before gRPC is imported, which reads it then: who starts processes forks only to exec, and gRPC's threads have died of it.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         if cmd_name != "up":
             # gRPC's own lines on a failed handshake; whoever typed the verb gets ours, and servers keep theirs.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from trimtab.client import Client, Model
 from trimtab.errors import BackPressure, NoWorker
+from trimtab.kit.cli import own_key
 from trimtab.messages import Accepted, ChatMessage, Delta, Request, Sampling
 
 T = TypeVar("T")
@@ -35,7 +36,8 @@ class Greeting:
 
 async def greet(gateway: str) -> Greeting:
     """Raises the error tree when the mesh does not answer."""
-    async with Client(gateway) as client:
+    # The gateway is this machine's own, whatever the address that it listens on.
+    async with Client(gateway, key=own_key(), insecure_key=True) as client:
         return await patiently(lambda: _once(client))
 
 

@@ -1,7 +1,8 @@
 """Starts a mesh's processes, brings back those that die, and ends them in order.
 
 Invariants: nothing that it started outlives it (each child also watches its parent, should this process be killed); a
-process that dies again and again ends the whole mesh rather than flapping for ever.
+process that dies again and again ends the whole mesh rather than flapping for ever. A worker that ends with exit code 0 was told to, by
+`trimtab drain` or a SIGTERM, and stays away.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ class Supervisor:
         self._screen = screen
         self._ready_s = ready_s
         self._on_change = on_change
+        self._left: set[str] = set()
         for child in self._children:
             keep_old(child.log, move=True)
             screen.add(child.spec.name, lambda c=child: "".join(c.tail(1))[:200])  # type: ignore[misc]
 
     @property
     def pids(self) -> dict[str, int]:
-        return {child.spec.name: child.pid for child in self._children}
+        """Of all but those that have left."""
+        return {child.spec.name: child.pid for child in self._children if child.spec.name not in self._left}
 
     async def start(self) -> None:
         """All of them healthy, or StartFailed. The store comes first; the rest find each other in any order."""
@@ -110,9 +113,12 @@ class Supervisor:
     async def _tend(self, child: Child) -> None:
         deaths: deque[float] = deque()
         while True:
-            how = ended_how(await child.wait())
-            now = time.monotonic()
+            code = await child.wait()
+            how, now = ended_how(code), time.monotonic()
             child.kill()
+            if code == 0 and child.spec.tier is Tier.WORKER:
+                self._part_with(child)
+                return
             deaths.append(now)
             while now - deaths[0] > RESTARTS_WITHIN_S:
                 deaths.popleft()
@@ -133,6 +139,17 @@ class Supervisor:
                 child.kill()
             else:
                 self._on_change()
+
+    def _part_with(self, child: Child) -> None:
+        """It was told to end: it is not brought back, and the rest goes on."""
+        name = child.spec.name
+        self._left.add(name)
+        self._screen.state(name, State.STOPPED)
+        self._screen.event("left", f"{name} was drained and has ended; it is not started again", name=name)
+        if not any(c.spec.tier is Tier.WORKER and c.spec.name not in self._left for c in self._children):
+            text = "no worker is left: requests get NO_WORKER until one joins; start `trimtab up` again for new ones"
+            self._screen.event("no_worker_left", text)
+        self._on_change()
 
     async def _end(self, child: Child, patience_s: float | None) -> None:
         if not child.alive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
     elif subject is None:
         _tell("", known.story_or_end(as_json)[:limit], as_json)
     elif known.fleet is not None and any(n.hello.node_id == subject for n in known.fleet.nodes):
-        _node(subject, known, limit, as_json)
+        _node(subject, known, limit, control, as_json)
     else:
         _request(subject, known, mesh, as_json)
 
@@ -173,19 +173,22 @@ def _field(
     _tell("\n".join([*lines, ""]), found, as_json)
 
 
-def _node(node_id: str, known: Known, limit: int, as_json: bool) -> None:
+def _node(node_id: str, known: Known, limit: int, control: str | None, as_json: bool) -> None:
     from controlplane import render, render_fleet
+    from controlplane import render_workers as workers
     from controlplane import story as s
 
     fleet = known.fleet
     node = next(n for n in fleet.nodes if n.hello.node_id == node_id)
     answered = [s.Chapter(c.entry, tuple(a for a in c.answers if a.node_id == node_id)) for c in known.story]
     answered = [c for c in answered if c.answers][:limit]
+    steered = ask(control, as_json, lambda client: _steered(client, node_id, limit))
     if as_json:
-        _tell("", answered, as_json, node=render_fleet.node_json(node), **known.facts())
+        facts = {**steered.facts(), **known.facts()}
+        _tell("", answered, as_json, node=render_fleet.node_json(node), **facts)
         return
     p = node.policy
-    since = f"for {node.seconds_connected:.0f} s" if node.connected else f"LOST {node.seconds_since_report:.0f} s ago"
+    since = f"for {node.seconds_connected:.0f} s" if node.connected else render_fleet.gone_text(node)
     lines = [
         f"{node_id} at {node.hello.address}, connected to {node.replica_id} {since}, holds policy {render.place(p.applied)}"
     ]
@@ -193,8 +196,40 @@ def _node(node_id: str, known: Known, limit: int, as_json: bool) -> None:
         lines.append(f"  it refused {render.place(p.refused)} ({p.refusal.reason}): {p.refusal.message}")
     if render.place(p.applied) != render.place(fleet.desired):
         lines.append(f"  the newest is {render.place(fleet.desired)}")
+    if steered.breaker is not None:
+        lines += [f"  {line}" for line in workers.breaker_text(steered.breaker, int(time.time() * 1000))]
+    lines += [f"  {line}" for line in workers.actions_text(steered.actions)]
     nothing = f"what it answered is not known now: {known.missing.message}" if known.missing else "it answered nothing"
     _tell("\n".join([*lines, ""]), answered, as_json, nothing=nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """What gateways and people have made of a worker, as far as the control plane tells it."""
+
+    breaker: Any = None
+    actions: Sequence[Any] = ()
+    missing: TrimtabError | None = None
+
+    def facts(self) -> dict[str, Any]:
+        from controlplane import render_workers as workers
+
+        missing = {"actions_missing": self.missing.message} if self.missing else {}
+        return {
+            "breaker": workers.breaker_json(self.breaker) if self.breaker is not None else None,
+            "actions": [workers.action_json(a) for a in self.actions],
+            **missing,
+        }
+
+
+async def _steered(client: AdminClient, node_id: str, limit: int) -> Steered:
+    """Without its store, or as an older build, a control plane does not tell all of it."""
+    found = None
+    try:
+        found = next((w for w in (await client.breakers()).workers if w.node_id == node_id), None)
+        return Steered(found, (await client.actions(limit, node_id=node_id)).actions)
+    except TrimtabError as e:
+        return Steered(found, (), e)
 
 
 def _request(said: str, known: Known, mesh: str | None, as_json: bool) -> None:

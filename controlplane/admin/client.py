@@ -17,7 +17,7 @@ from trimtab.kit import rpc
 from trimtab.kit.tls import Tls
 from trimtab.messages import RequestMatch
 from trimtab.snapshot import Scope
-from trimtab.v1 import admin_pb2, admin_pb2_grpc, policy_pb2
+from trimtab.v1 import admin_pb2, admin_pb2_grpc, control_pb2, policy_pb2
 
 T = TypeVar("T")
 
@@ -168,6 +168,46 @@ class AdminClient:
         action = admin_pb2.ReleaseAction()
         return await self._steer(
             admin_pb2.SteerRequestsRequest(match=encode_match(match), author=author, reason=reason, release=action)
+        )
+
+    async def breakers(self) -> admin_pb2.ListBreakersResponse:
+        return await self._ask(
+            (await self._reach()).ListBreakers(
+                admin_pb2.ListBreakersRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        )
+
+    async def force_breaker(
+        self,
+        node_id: str,
+        forced: control_pb2.BreakerForce.ValueType,
+        *,
+        author: str,
+        reason: str = "",
+        for_ms: int = 0,
+    ) -> admin_pb2.ForceBreakerResponse:
+        """`forced` unspecified takes back what was; `for_ms` 0 is the server's default."""
+        request = admin_pb2.ForceBreakerRequest(
+            node_id=node_id, forced=forced, for_ms=for_ms, author=author, reason=reason
+        )
+        return await self._ask(
+            (await self._reach()).ForceBreaker(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def drain(
+        self, node_id: str, deadline_ms: int, *, author: str, reason: str = ""
+    ) -> admin_pb2.DrainNodeResponse:
+        """Answers once the worker has said that it drains, not once it has ended."""
+        request = admin_pb2.DrainNodeRequest(node_id=node_id, deadline_ms=deadline_ms, author=author, reason=reason)
+        return await self._ask(
+            (await self._reach()).DrainNode(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def actions(self, limit: int = 0, *, node_id: str = "") -> admin_pb2.ListActionsResponse:
+        """What people did to nodes, newest first."""
+        request = admin_pb2.ListActionsRequest(limit=limit, node_id=node_id)
+        return await self._ask(
+            (await self._reach()).ListActions(request, timeout=self._timeout_s, metadata=self._metadata)
         )
 
     async def _steer(self, request: admin_pb2.SteerRequestsRequest) -> admin_pb2.SteerRequestsResponse:

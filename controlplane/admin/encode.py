@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from controlplane.fleet import Member
 from controlplane.spec import Spec, parse_spec, shown, shown_fields
-from controlplane.store import Answer, Entry, Receipt, StoreState, WriteKind
+from controlplane.store import Action, Answer, Entry, Receipt, StoreState, WriteKind
 from trimtab.codec import decode_scope, encode_hello, encode_identity, encode_report, encode_scope
 from trimtab.kit.rpc import MAX_MESSAGE_BYTES
 from trimtab.policy import Change, Partial
@@ -116,6 +116,12 @@ def encode_answer(a: Answer) -> admin_pb2.PolicyAnswer:
         apply_ms=a.apply_ms,
         reason=a.reason,
         message=a.message,
+    )
+
+
+def encode_action(a: Action) -> admin_pb2.NodeAction:
+    return admin_pb2.NodeAction(
+        node_id=a.node_id, what=a.what, author=a.author, reason=a.reason, at_unix_ms=a.at_unix_ms
     )
 
 

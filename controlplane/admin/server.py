@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from controlplane.admin.encode import (
+    encode_action,
     encode_answer,
     encode_entry,
     encode_member,
@@ -21,6 +22,7 @@ from controlplane.admin.encode import (
     one_leader,
 )
 from controlplane.admin.steering import AskWorkers, steer
+from controlplane.admin.workers import Workers
 from controlplane.admin.writing import MAX_WAIT_MS, Writer, apply_work, pin_work, set_work
 from controlplane.answers import Answers, chosen
 from controlplane.fleet import Fleet
@@ -42,6 +44,7 @@ from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
 HISTORY_DEFAULT = 20
 ANSWERS_DEFAULT = 100
+ACTIONS_DEFAULT = 20
 LAST_REFUSED_S = 0.5
 
 
@@ -58,6 +61,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         peers: Peers,
         leader: Leader,
         log: Answers,
+        workers: Workers,
     ) -> None:
         self._replica = replica
         self._ask = ask
@@ -65,6 +69,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._peers = peers
         self._leader = leader
         self._log = log
+        self._workers = workers
         self._writer = Writer(replica, fleet, answers, metrics, peers)
 
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
@@ -209,6 +214,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.SteerRequestsResponse:
         async with guarded(context):
             return await steer(request, self._ask, self._fleet, self._peers)
+
+    async def ListBreakers(
+        self, request: admin_pb2.ListBreakersRequest, context: Any
+    ) -> admin_pb2.ListBreakersResponse:
+        async with guarded(context):
+            workers = fitting(self._workers.breakers())
+            return admin_pb2.ListBreakersResponse(workers=workers, store=self._store_state())
+
+    async def ForceBreaker(
+        self, request: admin_pb2.ForceBreakerRequest, context: Any
+    ) -> admin_pb2.ForceBreakerResponse:
+        async with guarded(context):
+            return await self._workers.force(request)
+
+    async def DrainNode(self, request: admin_pb2.DrainNodeRequest, context: Any) -> admin_pb2.DrainNodeResponse:
+        async with guarded(context):
+            return await self._workers.drain(request)
+
+    async def ListActions(self, request: admin_pb2.ListActionsRequest, context: Any) -> admin_pb2.ListActionsResponse:
+        async with guarded(context):
+            found = await self._workers.actions(request.node_id, request.limit or ACTIONS_DEFAULT)
+            return admin_pb2.ListActionsResponse(actions=fitting(encode_action(a) for a in found))
 
     def _newest(self) -> Stored:
         stored = self._replica.newest.value

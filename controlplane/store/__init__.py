@@ -1,4 +1,5 @@
-"""What the control plane keeps: the newest policy snapshot, a bounded log of every put and every refused attempt, and the loop's lease.
+"""What the control plane keeps: the newest policy snapshot, a bounded log of every put and every refused attempt, the loop's lease, and
+marks on nodes.
 
 `PolicyStore` is the contract, which one suite checks on every implementation: `redis` is the product, `memory` is its fake.
 A write names the snapshot that it was built upon, and is taken only when that one is still the newest: so nothing is written over unseen,
@@ -29,6 +30,8 @@ REFUSED_LENGTH = 256
 ANSWERS_LENGTH = 1024
 """Batches of nodes' answers that are kept, about, each of ANSWERS_BATCH at most: some 40 bytes an answer."""
 ANSWERS_BATCH = 200
+ACTIONS_LENGTH = 1024
+"""Things that people did to nodes that are kept, about."""
 RESENT_WITHIN = 64
 """A put is recognised as re-sent while it is among this many newest entries of the log."""
 
@@ -133,6 +136,26 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Something about a node that all replicas are to know for a while. Of one `key` the highest `stamp` stands; the data is theirs."""
+
+    key: str
+    stamp: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a person did to a node, in words; it is no change of the policy."""
+
+    node_id: str
+    what: str
+    author: str
+    reason: str
+    at_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """A replica as the others know it. `nodes` is who is connected to it, in bytes that it and they understand, and `seq` rises whenever
     that changes; `nodes` is None for whoever has this `seq` already. `info` is a few words of its own.
@@ -212,6 +235,24 @@ class PolicyStore(Protocol):
         """Keep what nodes said, oldest first, within a bound."""
 
     async def answers(self) -> list[Answer]:
+        """All that are kept, newest first."""
+
+    async def mark(self, mark: Mark) -> bool:
+        """Keep it. False, and nothing is written, where another with its stamp or a higher one is there; a re-sent mark succeeds."""
+
+    async def marks(self) -> list[Mark]:
+        """All that are kept."""
+
+    def watch_marks(self) -> AsyncGenerator[list[Mark], None]:
+        """All that are kept, now and whenever one was kept since. Never raises for a store that is away, as `watch`."""
+
+    async def unmark(self, mark: Mark) -> None:
+        """Nobody needs it any more; one with another stamp stays."""
+
+    async def record_action(self, action: Action) -> None:
+        """Keep what somebody did, within a bound."""
+
+    async def actions(self) -> list[Action]:
         """All that are kept, newest first."""
 
     async def announce(self, peer: Peer, *, ttl_ms: int) -> bool:

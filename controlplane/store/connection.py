@@ -53,6 +53,8 @@ CHECK_SENTINELS = "; check sentinel_username and sentinel_password in the store'
 CHECK_LOGIN = "; check user, password and ACL in the store's URL"
 NOT_ALLOWED = ("NOPERM", "ACL failure", "can't run this command")
 """What servers call a command that the ACL forbids, inside a script too; the last is Redis 6.2."""
+CLOSED = "the handler is closed"
+"""What uvloop says, as a RuntimeError, of a write to a connection that was reset a moment before; redis-py lets it through."""
 UNREADABLE = (
     "the store's URL can't be read: look at its port, and in user and password write / ? # @ : as %2F %3F %23 %40 %3A"
 )
@@ -98,6 +100,10 @@ class Connection:
             raise self._refuses(plainly(e)) from e
         except (RedisError, OSError, TimeoutError) as e:
             raise self._down(e) from e
+        except RuntimeError as e:
+            if CLOSED not in str(e):
+                raise
+            raise self._down(ConnectionResetError("the connection was reset")) from e
         self._up(writes)
         return got
 

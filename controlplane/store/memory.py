@@ -8,15 +8,18 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from controlplane.store import (
+    ACTIONS_LENGTH,
     ANSWERS_BATCH,
     ANSWERS_LENGTH,
     LOG_LENGTH,
     PAST_LENGTH,
     REFUSED_LENGTH,
     RESENT_WITHIN,
+    Action,
     Answer,
     Entry,
     Lease,
+    Mark,
     Moved,
     Peer,
     Receipt,
@@ -46,6 +49,8 @@ class MemoryStore:
         self._led_until = 0.0
         self._peers: dict[str, tuple[Peer, float]] = {}
         self._answers: deque[Answer] = deque(maxlen=ANSWERS_LENGTH * ANSWERS_BATCH)
+        self._marks: Watch[dict[str, Mark]] = Watch({})
+        self._actions: deque[Action] = deque(maxlen=ACTIONS_LENGTH)
 
     @property
     def state(self) -> StoreState:
@@ -112,6 +117,31 @@ class MemoryStore:
 
     async def answers(self) -> list[Answer]:
         return list(self._answers)[::-1]
+
+    async def mark(self, mark: Mark) -> bool:
+        held = self._marks.value.get(mark.key)
+        if held is not None and held.stamp >= mark.stamp:
+            return held == mark
+        self._marks.set({**self._marks.value, mark.key: mark})
+        return True
+
+    async def marks(self) -> list[Mark]:
+        return list(self._marks.value.values())
+
+    async def watch_marks(self) -> AsyncGenerator[list[Mark], None]:
+        async for marks in self._marks.follow():
+            yield list(marks.values())
+
+    async def unmark(self, mark: Mark) -> None:
+        held = self._marks.value.get(mark.key)
+        if held is not None and held.stamp == mark.stamp:
+            del self._marks.value[mark.key]
+
+    async def record_action(self, action: Action) -> None:
+        self._actions.append(action)
+
+    async def actions(self) -> list[Action]:
+        return list(self._actions)[::-1]
 
     async def announce(self, peer: Peer, *, ttl_ms: int) -> bool:
         held = self._peers.get(peer.replica_id)

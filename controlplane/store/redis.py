@@ -2,7 +2,8 @@
 
 `tt:{mesh}:meta` holds the numbers, `policy` the snapshot and its author, `log` an entry for every put, `past` one for every person's write
 and re-seeding, `documents` what each of them said, `refused` attempts that wrote nothing, `leader` the loop's lease, `answers` what nodes
-made of pushes, `replica:ID` a replica and who is connected to it. Readers take meta and policy in one transaction, so they never see
+made of pushes, `replica:ID` a replica and who is connected to it, `marks` what replicas know of nodes (`marked` rings when one is kept),
+`actions` what people did to nodes. Readers take meta and policy in one transaction, so they never see
 halves. A follower waits on the log and then reads the newest whole: entries that it missed, or that were trimmed, cost nothing. Every few
 seconds it reads anyway, which finds a store that was emptied or fell back to an older copy.
 """
@@ -16,16 +17,19 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from controlplane.store import (
+    ACTIONS_LENGTH,
     ANSWERS_BATCH,
     ANSWERS_LENGTH,
     LOG_LENGTH,
     PAST_LENGTH,
     REFUSED_LENGTH,
     RESENT_WITHIN,
+    Action,
     Answer,
     Damaged,
     Entry,
     Lease,
+    Mark,
     Moved,
     Peer,
     Receipt,
@@ -38,14 +42,25 @@ from controlplane.store import (
     stale,
 )
 from controlplane.store.connection import Connection
-from controlplane.store.rows import decode_answers, decode_entries, decode_stored, encode_answers, encode_entry
-from controlplane.store.scripts import LEASE, PUT, RELEASE
+from controlplane.store.rows import (
+    decode_actions,
+    decode_answers,
+    decode_entries,
+    decode_marks,
+    decode_stored,
+    encode_action,
+    encode_answers,
+    encode_entry,
+)
+from controlplane.store.scripts import LEASE, MARK, PUT, RELEASE, UNMARK
 from trimtab.errors import StoreUnavailable
 from trimtab.snapshot import Identity, Snapshot
 
 REREAD_S = 2.0
 """A follower reads the store at least this often, also when the stream says nothing."""
 RECONNECT_S = (0.1, 2.0)
+BELLS = 64
+"""Entries of a stream that is there to wake those who wait on it."""
 ANSWERS_PAGE = 16
 """Batches that are read at once."""
 
@@ -60,6 +75,7 @@ class RedisStore:
             prefix + n for n in names
         )
         self._answers, self._peers, self._peer = prefix + "answers", prefix + "replicas", prefix + "replica:"
+        self._marks, self._marked, self._actions = prefix + "marks", prefix + "marked", prefix + "actions"
         self._replicas, self._wait_ms = replicas, wait_ms
         self._at = Connection(url, block_s=REREAD_S, wanted=replicas)
 
@@ -154,6 +170,42 @@ class RedisStore:
             # A large mesh has answered a hundred thousand times; nodes must not seem silent meanwhile.
             await sleep(0)
 
+    async def mark(self, mark: Mark) -> bool:
+        keys = (self._marks, self._marked)
+        return bool(await self._at.run(MARK, keys, mark.key, mark.stamp, mark.data, BELLS))
+
+    async def marks(self) -> list[Mark]:
+        return decode_marks(await self._at.ask(self._at.redis.hgetall(self._marks)))
+
+    async def unmark(self, mark: Mark) -> None:
+        await self._at.run(UNMARK, (self._marks,), mark.key, mark.stamp)
+
+    async def watch_marks(self) -> AsyncGenerator[list[Mark], None]:
+        given: dict[bytes, bytes] | None = None
+        wait_s = RECONNECT_S[0]
+        while True:
+            try:
+                last = await self._last_id(self._marked)
+                while True:
+                    rows = await self._at.ask(self._at.tail.hgetall(self._marks))
+                    wait_s = RECONNECT_S[0]
+                    if given != rows:
+                        given = rows
+                        yield decode_marks(rows)
+                    last = await self._next_id(self._marked, last)
+            except StoreUnavailable:
+                await sleep(random.uniform(wait_s / 2, wait_s))
+                wait_s = min(2 * wait_s, RECONNECT_S[1])
+
+    async def record_action(self, action: Action) -> None:
+        said = [part for pair in encode_action(action).items() for part in pair]
+        add = ("XADD", self._actions, "MAXLEN", "~", ACTIONS_LENGTH, "*", *said)
+        await self._at.ask(self._at.redis.execute_command(*add), writes=True)
+
+    async def actions(self) -> list[Action]:
+        rows = await self._at.ask(self._at.redis.execute_command("XREVRANGE", self._actions, "+", "-"))
+        return decode_actions(fields for _, fields in rows)
+
     async def announce(self, peer: Peer, *, ttl_ms: int) -> bool:
         key = self._peer + peer.replica_id
         said: dict[str, Any] = {"address": peer.address, "seq": peer.seq, "info": peer.info}
@@ -195,7 +247,7 @@ class RedisStore:
         wait_s = RECONNECT_S[0]
         while True:
             try:
-                last = await self._last_id()
+                last = await self._last_id(self._log)
                 while True:
                     # The id was read before the state: a put between the two wakes the wait below at once.
                     stored = await self._whole(self._at.tail)
@@ -203,7 +255,7 @@ class RedisStore:
                     if given != [stored]:
                         given = [stored]
                         yield stored
-                    last = await self._next_id(last)
+                    last = await self._next_id(self._log, last)
             except StoreUnavailable:
                 await sleep(random.uniform(wait_s / 2, wait_s))
                 wait_s = min(2 * wait_s, RECONNECT_S[1])
@@ -215,15 +267,15 @@ class RedisStore:
         except Damaged:
             return None
 
-    async def _last_id(self) -> bytes:
-        newest = await self._at.ask(self._at.tail.execute_command("XREVRANGE", self._log, "+", "-", "COUNT", 1))
+    async def _last_id(self, stream: str) -> bytes:
+        newest = await self._at.ask(self._at.tail.execute_command("XREVRANGE", stream, "+", "-", "COUNT", 1))
         return newest[0][0] if newest else b"0-0"
 
-    async def _next_id(self, last: bytes) -> bytes:
-        """The id of the log's newest entry once it is past `last`, or after REREAD_S, whatever it is then."""
-        wait = ("XREAD", "COUNT", RESENT_WITHIN, "BLOCK", int(REREAD_S * 1000), "STREAMS", self._log, last)
+    async def _next_id(self, stream: str, last: bytes) -> bytes:
+        """The id of the stream's newest entry once it is past `last`, or after REREAD_S, whatever it is then."""
+        wait = ("XREAD", "COUNT", RESENT_WITHIN, "BLOCK", int(REREAD_S * 1000), "STREAMS", stream, last)
         came = await self._at.ask(self._at.tail.execute_command(*wait))
-        return came[0][1][-1][0] if came else await self._last_id()
+        return came[0][1][-1][0] if came else await self._last_id(stream)
 
     async def close(self) -> None:
         await self._at.close()

@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from controlplane.store import Answer, Damaged, Entry, Stored, WriteKind
+from controlplane.store import Action, Answer, Damaged, Entry, Mark, Stored, WriteKind
 from trimtab.policy import Change, Value
 from trimtab.snapshot import Identity, Snapshot
 
@@ -47,6 +47,28 @@ def decode_answers(data: bytes) -> list[Answer]:
         Answer(node_id, incarnation, Identity(epoch, revision, bytes.fromhex(sha256)), *rest)
         for node_id, incarnation, epoch, revision, sha256, *rest in json.loads(zlib.decompress(data))
     ]
+
+
+def decode_marks(rows: Mapping[bytes, bytes]) -> list[Mark]:
+    found = []
+    for key, value in rows.items():
+        stamp, _, data = value.partition(b" ")
+        with contextlib.suppress(ValueError):
+            found.append(Mark(key.decode(), int(stamp), data))
+    return found
+
+
+def encode_action(a: Action) -> dict[str, str | int]:
+    return {"node_id": a.node_id, "what": a.what, "author": a.author, "reason": a.reason, "at_unix_ms": a.at_unix_ms}
+
+
+def decode_actions(rows: Iterable[Mapping[bytes, bytes]]) -> list[Action]:
+    found = []
+    for row in rows:
+        with contextlib.suppress(KeyError, ValueError):
+            node_id, what, author, reason = (row[name].decode() for name in (b"node_id", b"what", b"author", b"reason"))
+            found.append(Action(node_id, what, author, reason, int(row[b"at_unix_ms"])))
+    return found
 
 
 def encode_entry(x: Entry) -> dict[str, str | int]:

@@ -101,3 +101,20 @@ local led = redis.call('HMGET', KEYS[1], 'holder', 'term')
 if led[1] == ARGV[1] and led[2] == ARGV[2] then return redis.call('DEL', KEYS[1]) end
 return 0
 """)
+
+MARK = Script("""
+-- KEYS: marks, marked.  ARGV: 1 key, 2 stamp, 3 data, 4 length of the stream, which only wakes those who wait.
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+local mark = ARGV[2] .. ' ' .. ARGV[3]
+if held and tonumber(string.match(held, '^%d+')) >= tonumber(ARGV[2]) then return held == mark and 1 or 0 end
+redis.call('HSET', KEYS[1], ARGV[1], mark)
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'key', ARGV[1])
+return 1
+""")
+
+UNMARK = Script("""
+-- KEYS: marks.  ARGV: key, stamp.
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and string.match(held, '^%d+') == ARGV[2] then return redis.call('HDEL', KEYS[1], ARGV[1]) end
+return 0
+""")

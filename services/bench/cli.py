@@ -11,7 +11,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -50,6 +50,12 @@ BENCHES = {
         "run",
         "how long a policy takes from the engine's channel to its acknowledgement",
     ),
+    "gateway": Bench(
+        "services.bench.gateway.course",
+        "run",
+        "what a token costs a gateway, by one stream per worker and by one per request",
+        frozenset({"arms", "smg"}),
+    ),
     "soak": Bench("services.bench.push.soak", "run", "ten minutes of puts: what every process's memory does"),
     "push": Bench("services.bench.push.course", "run", "from a policy's put to its holding in up to a thousand nodes"),
 }
@@ -82,7 +88,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--png", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="mixed: draw a picture too."
 )
-@click.option("--arms", metavar="A,B", callback=_names, help="mixed: only these arms; main and ablations name several.")
+@click.option("--arms", metavar="A,B", callback=_names, help="mixed, gateway: only these arms.")
 @click.option(
     "--block-s", type=click.FloatRange(2.0), help="mixed: seconds of a block. [default: 120; 60 with --quick]"
 )
@@ -95,6 +101,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--step-tokens", type=click.IntRange(32), help="mixed: tokens of an engine step at most. [default: 2048]")
 @click.option("--trace", metavar="DIR", is_flag=False, flag_value=str(TRACES), type=click.Path(path_type=Path),
               help="mixed: public traces in the simulated engine instead. [without DIR: ../shared/traces]")  # fmt: skip
+@click.option("--smg", metavar="PATH", type=click.Path(dir_okay=False, path_type=Path),
+              help="gateway: SMG's command, measured beside ours.")  # fmt: skip
 def bench(
     name: str,
     quick: bool,
@@ -110,8 +118,10 @@ def bench(
 
     Ctrl-C ends it with what it has measured so far.
     """
+    # This process starts others while it talks gRPC; it forks only to exec, and needs none of gRPC's care for that, by which a fork may die
+    # before it gets there. gRPC reads this as it is imported.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from services.bench.options import Options
-    from services.bench.processes import BenchError
     from trimtab.kit.rpc import use_tls
 
     for option, file in (("json", json_file), ("png", special["png"])):
@@ -125,13 +135,18 @@ def bench(
     if "itl_budget" in asked:
         asked["itl_budgets_ms"] = (asked.pop("itl_budget"),)
     use_tls(None)  # whatever it talks to it has started itself, in plain text
-    # This process starts others while it talks gRPC; it forks only to exec, and needs none of gRPC's care for that.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     which = BENCHES[name]
     run = getattr(importlib.import_module(which.module), which.function)
     options = Options(quick, resume.absolute() if resume else None, rounds, model, seed, **asked)
+    conduct(run(options), json_file, check=check)
+
+
+def conduct(work: Coroutine[Any, Any, Report], json_file: str | None, *, check: bool) -> NoReturn:
+    """Run it to its end or to a signal, show the report and write it, and exit as it says."""
+    from services.bench.processes import BenchError
+
     try:
-        report: Report = _until_done_or_stopped(run(options))
+        report = _until_done_or_stopped(work)
     except BenchError as e:
         click.secho(f"error: {e}", fg="red", err=True)
         sys.exit(e.code)

@@ -23,3 +23,4 @@ class Options:
     itl_budgets_ms: tuple[int, ...] = ()
     step_tokens: int | None = None
     trace: Path | None = None
+    smg: Path | None = None

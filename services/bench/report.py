@@ -40,12 +40,13 @@ class Report:
     command: str = ""
     setup: Mapping[str, Any] = field(default_factory=dict)
     """What the bench settled by itself before it measured, where it did."""
+    kind: str = "bench"
     date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
 
     def as_json(self) -> dict[str, Any]:
         setup = {"setup": dict(self.setup)} if self.setup else {}
         return {
-            "bench": self.bench,
+            self.kind: self.bench,
             "date": self.date,
             "machine": dict(self.machine),
             "command": self.command,
@@ -60,7 +61,7 @@ class Report:
         """As a person reads it."""
         versions = ", ".join(f"{name} {v}" for name, v in self.machine.get("versions", {}).items())
         head = [
-            f"bench {self.bench}, {self.date}",
+            f"{self.kind} {self.bench}, {self.date}",
             f"machine   {self.machine.get('words', '')}",
             f"versions  {versions}",
         ]

@@ -7,6 +7,7 @@ last good policy. Adjustments expire here by the monotonic clock, counted from r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -42,6 +43,7 @@ class PolicyKeeper:
         self._step_no = 0
         self.held = Identity()
         self.resolved = Resolved(Policy(), {})
+        self._document = Document()
 
     async def start(self) -> None:
         """Run under the policy on disk, or under the defaults; a file that can't be trusted is passed over, and said so."""
@@ -96,6 +98,11 @@ class PolicyKeeper:
         )
         return answer
 
+    def resolved_for(self, node: Node) -> Policy:
+        """What the policy held here is for another node, adjustments left out."""
+        spec = dataclasses.replace(self._document, adjustments=())
+        return resolve(spec, node, now_unix_ms=0).policy
+
     async def _apply(self, snapshot: Snapshot, now_unix_ms: int) -> int:
         """The engine step from which it holds. `now_unix_ms` is the sender's clock at this moment."""
         async with self._applying:
@@ -106,6 +113,7 @@ class PolicyKeeper:
         resolved = resolve(document, self._node, now_unix_ms=now_unix_ms)
         self._step_no = await self._obey(resolved.policy)
         self.resolved = resolved
+        self._document = document
         self.held = snapshot.identity
         self._arm(document, snapshot, now_unix_ms)
         return self._step_no

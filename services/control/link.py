@@ -8,6 +8,7 @@ by a lost session; its answer goes out in the next one. A new session starts wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,6 +30,8 @@ CONNECT_S = 3.0
 """A replica that has not answered Hello by then is passed over."""
 STEADY_S = 2.0
 """A session that lived this long was a good one: the next attempt is not delayed by earlier failures."""
+PARTING_S = 0.1
+"""Between the last message and the stream's end: a stream that is cut takes what is still on its way with it."""
 MAX_PENDING = 64
 """Events and answers kept for a control plane that is away; the newest stay."""
 
@@ -71,6 +74,7 @@ class ControlLink:
         self._sessions = 0
         self._outbox: deque[control_pb2.ConnectRequest] = deque(maxlen=MAX_PENDING)
         self._due = asyncio.Event()
+        self._said = asyncio.Event()
         self._push: control_pb2.PolicyPush | None = None
         self._pushed = asyncio.Event()
         self._commands: set[asyncio.Task[None]] = set()
@@ -80,6 +84,15 @@ class ControlLink:
     def send_event(self, event: control_pb2.NodeEvent) -> None:
         """At once when connected, else at the next session's start; the oldest go when too many wait."""
         self._send(control_pb2.ConnectRequest(node_event=event))
+
+    async def said(self, within_s: float) -> None:
+        """Once all that was to be sent has left this process, or the time is over: for one that ends. At once while nobody listens."""
+        if not self.connected:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._said.wait()
+            await asyncio.sleep(min(within_s, PARTING_S))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -160,6 +173,7 @@ class ControlLink:
                 message = self._outbox.popleft()
                 if not await self._wrote(call, message):
                     return
+            self._said.set()
             if loop.time() >= next_report:
                 next_report = loop.time() + self._report_interval_s
                 report = self._report()
@@ -188,9 +202,11 @@ class ControlLink:
     def _keep(self, message: control_pb2.ConnectRequest) -> None:
         if not message.HasField("report") and len(self._outbox) < MAX_PENDING:
             self._outbox.appendleft(message)
+            self._said.clear()
 
     def _send(self, message: control_pb2.ConnectRequest) -> None:
         self._outbox.append(message)
+        self._said.clear()
         self._due.set()
 
     def _hear(self, response: control_pb2.ConnectResponse) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,18 +21,25 @@ from grpc_reflection.v1alpha import reflection
 from services.control import ControlLink, PolicyKeeper
 from services.gateway import server as grpc_door
 from services.gateway.admission import Admission
-from services.gateway.control import Identification, obey
+from services.gateway.coalesce import Coalescer
+from services.gateway.control import Identification, breaker_tripped
+from services.gateway.denials import Denials
 from services.gateway.dispatch import Dispatch
+from services.gateway.endpoint import Endpoint
 from services.gateway.endpoints import Endpoints
 from services.gateway.http_server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import OpenAiDoor
 from services.gateway.settings import GatewaySettings
+from services.gateway.tenants import Tenants
+from trimtab import scheduling
+from trimtab.breaking import Trip
 from trimtab.errors import Draining
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import Workload
+from trimtab.policy import Isolation, Policy
 from trimtab.snapshot import Node
 
 log = structlog.get_logger(__name__)
@@ -48,28 +56,47 @@ class Gateway:
         self.settings = s
         self._on_failure = on_failure
         self.metrics = GatewayMetrics()
+        self.keeper = PolicyKeeper(Node(s.node_id), self._obey, state / f"policy-{s.node_id}.json")
         self.endpoints = Endpoints(
-            s.node_id, s.workers, cache=state / f"fleet-{s.node_id}.binpb", on_dropped=self.metrics.dropped
+            s.node_id,
+            s.workers,
+            cache=state / f"fleet-{s.node_id}.binpb",
+            on_dropped=self.metrics.dropped,
+            on_moved=lambda endpoint: self.dispatch.moved(endpoint),
+            on_tripped=self._tell_trip,
+            rules=lambda: self.policy.breaker,
+            isolates=self._isolates,
         )
-        self.keeper = PolicyKeeper(Node(s.node_id), obey, state / f"policy-{s.node_id}.json")
-        self.admission = Admission(lambda: self.keeper.resolved.policy)
+        self.admission = Admission(
+            lambda: self.policy,
+            self.metrics,
+            serving=lambda: len(self.endpoints.serving()),
+            realtime_use=self._realtime_use,
+        )
         self.dispatch = Dispatch(
             self.endpoints,
             self.metrics,
             self.admission,
+            policy=lambda: self.policy,
             default_workload=Workload(s.default_workload),
             deadline_s={Workload.REALTIME: s.realtime_deadline_s, Workload.BATCH: s.batch_deadline_s},
         )
+        self._link: ControlLink | None = None
         self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up)
         self.health = aio.HealthServicer()
         self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
-        door = OpenAiDoor(self.dispatch, max_body_bytes=s.max_body_bytes)
+        denials = Denials(self.metrics)
+        keys = Path(s.keys) if s.keys else None
+        self.tenants = Tenants(keys, denials, mesh=s.mesh, by_certificate=s.asks_for_certificates)
+        self.coalescer = Coalescer(s.coalesce_ms)
+        door = OpenAiDoor(self.dispatch, self.tenants, self.coalescer, max_body_bytes=s.max_body_bytes)
         self.http = HttpServer(
             door.handle,
             s.http,
             max_body_bytes=s.max_body_bytes,
             tls=tls_of(s, s.mesh),
             clients_need_one=s.client_certs,
+            denials=denials,
         )
         self._background: list[asyncio.Task[None]] = []
         self.grpc_port = 0
@@ -81,7 +108,7 @@ class Gateway:
         await self.http.start()
         await self.keeper.start()
         self.endpoints.start()
-        inference = grpc_door.register(self.dispatch, self.grpc)
+        inference = grpc_door.register(self.dispatch, self.tenants, self.coalescer, self.grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         names = (
             inference,
@@ -100,7 +127,11 @@ class Gateway:
         self._background = [
             vital(self._publish_health(("", inference)), "health", self._on_failure),
             vital(self.admission.watch_readers(), "stuck readers", self._on_failure),
+            vital(self.dispatch.sweep(), "waiting requests", self._on_failure),
+            vital(self.tenants.watch(), "key file", self._on_failure),
         ]
+        if self.coalescer.wanted:
+            self._background.append(vital(self.coalescer.watch(), "loop lag", self._on_failure))
         if self.settings.control:
             link = ControlLink(
                 self.settings.control,
@@ -109,12 +140,42 @@ class Gateway:
                 on_push=self.keeper.on_push,
                 on_fleet=self.endpoints.on_fleet,
             )
+            self._link = link
             self.endpoints.control_connected = lambda: link.connected
             self._background.append(vital(link.run(), "control link", self._on_failure))
         await self.grpc.start()
 
+    @property
+    def policy(self) -> Policy:
+        return self.keeper.resolved.policy
+
+    async def _obey(self, policy: Policy) -> int:
+        """Bounds and rules are read at each request; what pools are for is worked out when the policy changes."""
+        # The keeper holds the new document only once this has returned.
+        asyncio.get_running_loop().call_soon(self.endpoints.policy_changed)
+        return 0
+
+    def _isolates(self, pool: str) -> bool:
+        """Whether this pool takes requests that the mesh at large sends elsewhere."""
+        if self.policy.isolate.action != Isolation.POOL or not pool:
+            return False
+        return self.keeper.resolved_for(Node("", pool)).isolate.action != Isolation.POOL
+
+    def _realtime_use(self) -> float:
+        bound = scheduling.handover_bound(self.policy, Workload.REALTIME) + self.policy.admission.realtime_queue
+        rooms = [e.room(Workload.REALTIME) for e in self.endpoints.serving()]
+        return max(0.0, 1.0 - max(rooms, default=bound) / max(1, bound))
+
+    def _tell_trip(self, endpoint: Endpoint, trip: Trip) -> None:
+        """Others hear of it at once."""
+        self.metrics.tripped(trip.dimension.value)
+        if self._link is not None and endpoint.incarnation:
+            self._link.send_event(breaker_tripped(endpoint, trip))
+
     async def drain(self) -> None:
         """No new requests; what runs gets `drain_s` to finish, and is then cut with its count."""
+        # Whoever asks for health before he sends hears of it before anybody is refused.
+        await self.health.enter_graceful_shutdown()
         self.admission.draining = True
         log.info("draining", unfinished=len(self.admission.live), deadline_s=self.settings.drain_s)
         with contextlib.suppress(TimeoutError):
@@ -186,6 +247,9 @@ def main(config_file: str | None, **flags: Any) -> None:
     code = 0
     try:
         code = uvloop.run(serve(s))
+    except config.ConfigError as e:
+        click.echo("\n".join(e.faults), err=True)
+        code = EXIT_USAGE
     except rpc.PortTaken as e:
         click.echo(f"gateway {s.node_id}: {e}", err=True)
         code = EXIT_USAGE

@@ -1,4 +1,4 @@
-"""The gateway's side of the control stream: who it is, what it reports, and how it obeys a policy."""
+"""The gateway's side of the control stream: who it is, and what it reports."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from importlib.metadata import version
 
 from services.control import PolicyKeeper
 from services.gateway.admission import Admission
+from services.gateway.endpoint import Endpoint
 from services.gateway.metrics import GatewayMetrics
 from trimtab import codec
+from trimtab.breaking import Trip
 from trimtab.messages import Load, NodeState
-from trimtab.policy import POLICY_SCHEMA, Policy
+from trimtab.policy import POLICY_SCHEMA
 from trimtab.v1 import control_pb2
 
 
-async def obey(policy: Policy) -> int:
-    """A gateway reads the bounds of its keeper's policy at each request: there is nothing to tell anybody, and no engine step to name."""
-    return 0
+def breaker_tripped(endpoint: Endpoint, trip: Trip) -> control_pb2.NodeEvent:
+    """What the others are to hear when a worker's breaker opens here."""
+    event = control_pb2.BreakerTripped(
+        node_id=endpoint.node_id,
+        incarnation=endpoint.incarnation,
+        dimension=trip.dimension.value,
+        open_ms=int(trip.open_ms),
+        because=trip.because,
+    )
+    return control_pb2.NodeEvent(breaker_tripped=event)
 
 
 class Identification:

@@ -1,52 +1,42 @@
-"""From a request to a worker and back: deadline, choice of worker, retries, and the one account of each request.
-
-The only place that retries. Until a token has been delivered, a request whose worker fails goes to another one; after that the stream is cut
-with the count delivered (`Call._go_elsewhere` is where resuming belongs). Invariant: however a call ends, the worker is told at once, and
-nothing of the call is left behind.
-"""
+"""What every call of a gateway shares: workers, bounds, lines, and how much a prompt weighs."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span
 
-from services.gateway.accounting import Account
 from services.gateway.admission import Admission
-from services.gateway.endpoint import WINDOW_TOKENS, Stream
+from services.gateway.call import Call
+from services.gateway.endpoint import Endpoint
 from services.gateway.endpoints import Endpoints
+from services.gateway.line import Line
 from services.gateway.metrics import GatewayMetrics
-from trimtab import codec, routing, validation
-from trimtab.errors import (
-    DeadlineExceeded,
-    Draining,
-    EngineFault,
-    InvalidRequest,
-    NoWorker,
-    SlowReader,
-    StreamCut,
-    TrimtabError,
-    WrongPool,
-)
-from trimtab.kit import telemetry
-from trimtab.messages import Request, Workload
+from services.gateway.quarantine import Quarantine
+from services.gateway.search import Kind
+from trimtab import breaking, routing
+from trimtab.errors import Outcome
+from trimtab.messages import Prompt, Request, Workload
+from trimtab.policy import Isolation, Policy
+from trimtab.tenant import DEFAULT, Tenant
 from trimtab.v1 import inference_pb2
 
-MAX_ATTEMPTS = 3
-TENANT = "default"
-_WIRE_WORKLOAD = {Workload.REALTIME: inference_pb2.WORKLOAD_REALTIME, Workload.BATCH: inference_pb2.WORKLOAD_BATCH}
+BYTES_PER_TOKEN = 4.0
+"""To begin with; learned from what workers say of real prompts."""
+LEARNING = 0.05
+SWEEP_S = 0.25
+MAX_START = (1 << 32) - 1
+PREFIX_BYTES = 1024
+"""Prompts that begin alike for so long are sent to the same worker, where its load allows: it may have their KV."""
 
 
 class Dispatch:
-    """What every call shares. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(
         self,
@@ -54,247 +44,141 @@ class Dispatch:
         metrics: GatewayMetrics,
         admission: Admission,
         *,
+        policy: Callable[[], Policy] = Policy,
         default_workload: Workload,
         deadline_s: Mapping[Workload, float],
     ) -> None:
         self.endpoints = endpoints
         self.metrics = metrics
         self.admission = admission
+        self.policy = policy
         self.default_workload = default_workload
         self.deadline_s = deadline_s
         self.starts = itertools.count(1)
+        self.places = itertools.count(1)
+        self.quarantine = Quarantine()
+        self._lines: dict[tuple[Workload, str], Line] = {}
+        self._bytes_per_token: dict[str, float] = {}
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None, parent: Context | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        tenant: Tenant = DEFAULT,
+        timeout_s: float | None = None,
+        parent: Context | None = None,
     ) -> Call:
         """A request's call, to be read once. `timeout_s` None takes the workload's default; the message becomes the call's own."""
-        return Call(self, request, timeout_s, parent)
+        return Call(self, request, tenant, timeout_s, parent)
 
+    def next_start(self) -> int:
+        """A number for a Start, of all of this gateway's; the wire has 32 bits for it."""
+        return (next(self.starts) - 1) % MAX_START + 1
 
-class Call:
-    """One request. `request_id`, `trace_id` and `traceparent` are known from the start."""
+    def pick(self, model: str, want: routing.Want) -> tuple[Endpoint, routing.Pick]:
+        """A worker for it; see `routing.pick`."""
+        workers = self.endpoints.workers(model)
+        draw = [random.random() for _ in range(routing.TRIES if len(workers.endpoints) > routing.SCANNED else 1)]
+        view = workers.seen(want.workload, time.monotonic() * 1000.0)
+        pick = routing.pick(view, want, draw, workers.ring)
+        return workers.by_id[pick.node_id], pick
 
-    def __init__(
+    def anybody_before(self, workload: Workload, model: str, place: int) -> bool:
+        """Whether somebody waits for a worker of this model who was here before."""
+        line = self._lines.get((workload, model))
+        return line is not None and line.before(place)
+
+    async def wait(
         self,
-        dispatch: Dispatch,
-        pb: inference_pb2.GenerateRequest,
-        timeout_s: float | None,
-        parent: Context | None,
-    ) -> None:
-        self._dispatch = dispatch
-        self._pb = pb
-        self._error: TrimtabError | None = None
-        """What ends the call whatever its worker says."""
-        pb.request_id = pb.request_id or f"{random.getrandbits(128):032x}"
-        pb.tenant = TENANT
-        if not pb.model and len(served := dispatch.endpoints.models()) == 1:
-            pb.model = next(iter(served))
+        workload: Workload,
+        model: str,
+        place: int,
+        kind: Kind,
+        woken: asyncio.Future[bool],
+        within_s: float | None,
+    ) -> bool:
+        """In the line for a worker of this model; see `Line.wait`."""
+        line = self._lines.setdefault((workload, model), Line())
         try:
-            self._request = codec.decode_request(pb)
-        except InvalidRequest as e:
-            self._request = Request(pb.request_id, pb.model, "")
-            self._error = e
-        self.request_id = pb.request_id
-        self.workload = self._request.workload or dispatch.default_workload
-        pb.workload = _WIRE_WORKLOAD[self.workload]
-        timeout = dispatch.deadline_s[self.workload] if timeout_s is None else timeout_s
-        self._deadline = time.monotonic() + timeout
-        self._timer: asyncio.TimerHandle | None = None
-        self._account = Account(self._request, self.workload, parent, dispatch.metrics)
-        self._stream: Stream | None = None
-        self._attempt_span: Span | None = None
-        self._tried: set[str] = set()
-        self._fault: TrimtabError | None = None
-        self._admitted = False
-        self._unaccepted = False
-        """Admitted, and no worker has said Accepted."""
-        self._finished = False
-        self._begun = False
-        self._reader: asyncio.Task[Any] | None = None
-        self._given_up = False
-        self.handed_over_at: float | None = None
-        """When the reader got what it is busy with; None while it waits here."""
-        self._next_index = len(self._request.resume.token_ids) if self._request.resume else 0
-        self._unread_tokens = 0
-
-    @property
-    def trace_id(self) -> str:
-        return self._account.trace_id
-
-    @property
-    def traceparent(self) -> str:
-        return telemetry.traceparent(self._account.span)
-
-    @contextlib.asynccontextmanager
-    async def responses(self) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
-        """Accepted once, then deltas, then Finish; or the error. Leaving the block, however that comes, is the call's end."""
-        self._reader = asyncio.current_task()
-        async with aclosing(self._responses()) as responses:
-            try:
-                yield responses
-            except asyncio.CancelledError:
-                if self._reader is None or not self._given_up:
-                    raise
-                assert self._error is not None
-                self._reader.uncancel()
-                raise self._error from None
-
-    async def _responses(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        error: BaseException | None = None
-        try:
-            self._admit()
-            while not self._finished:
-                self.handed_over_at = None
-                responses = await self._advance()
-                self.handed_over_at = time.monotonic()
-                for response in responses:
-                    yield response
-        except BaseException as e:
-            error = e
-            raise
+            return await line.wait(place, kind, woken, within_s)
         finally:
-            self._leave(error)
+            if not line:
+                # Clients choose names: a line that nobody stands in is not kept.
+                self._lines.pop((workload, model), None)
 
-    def end(self, error: TrimtabError) -> None:
-        """Stop it from outside; the reader gets what waits, then the error."""
-        self._error = error
-        if self._stream is not None:
-            self._stream.close()
-            self._stream.fail(error)
+    def moved(self, endpoint: Endpoint) -> None:
+        """A worker has said something: whoever waited for it may be served."""
+        if not endpoint.serving or endpoint.guard.gate(time.monotonic() * 1000.0) is breaking.Gate.SHUT:
+            return
+        for workload in Workload:
+            line = self._lines.get((workload, endpoint.model))
+            if line and (room := endpoint.room(workload)) > 0:
+                line.serve(room, functools.partial(self._quota, endpoint, workload, room))
 
-    def give_up(self, after_s: float) -> None:
-        """Cancel a reader that takes nothing."""
-        self.end(SlowReader(f"the reader took nothing for {after_s:g} s"))
-        if self._reader is not None and not self._given_up:
-            self._given_up = True
-            self._reader.cancel()
+    def _quota(self, endpoint: Endpoint, workload: Workload, room: int, kind: Kind) -> int:
+        """How many of this kind it may be given now, of `room`."""
+        if not kind.suits(endpoint):
+            return 0
+        return room if workload is Workload.REALTIME or kind.tenant is None else self.admission.left(kind.tenant, room)
 
-    def _admit(self) -> None:
-        if self._error is not None:
-            raise self._error
-        validation.check(self._request)
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
-            raise DeadlineExceeded("the deadline had passed when the request arrived")
-        self._dispatch.admission.enter(self)
-        self._admitted = self._unaccepted = True
-        self._timer = asyncio.get_running_loop().call_later(remaining, self._expire)
-
-    async def _advance(self) -> list[inference_pb2.GenerateResponse]:
-        """The next responses, after what was returned before has been read."""
-        if self._unread_tokens >= WINDOW_TOKENS // 2 and self._stream is not None:
-            self._stream.grant(self._unread_tokens)
-            self._unread_tokens = 0
+    async def sweep(self) -> None:
+        """For the life of the process: some things change without a word, such as a breaker's time or a tenant's share."""
         while True:
-            try:
-                if self._stream is None:
-                    self._stream = self._begin()
-                return self._digest(self._stream, await self._stream.take())
-            except (EngineFault, Draining, WrongPool) as fault:
-                self._go_elsewhere(fault)
+            await asyncio.sleep(SWEEP_S)
+            for endpoint in self.endpoints.serving():
+                self.moved(endpoint)
 
-    def _begin(self) -> Stream:
-        """Choose a worker and send it the request."""
-        if self._error is not None:
-            raise self._error
-        endpoints = self._dispatch.endpoints
-        try:
-            pick = routing.pick(endpoints.candidates(), self._request.model, avoid=self._tried, tie=random.random())
-        except NoWorker as e:
-            # What the last worker died of says more than that there is no other one.
-            self._error = self._fault or e
-            raise self._error from None
-        self._tried.add(pick.node_id)
-        self._attempt_span = self._account.attempt(pick.node_id, pick.why)
-        return endpoints.get(pick.node_id).open(
-            self._pb,
-            # Its own for every Start of this gateway, not for this request alone: a client may use an id again at once, and what
-            # the earlier request's worker still sends must not be taken for the later one's.
-            next(self._dispatch.starts),
-            timeout_ms=max(1, int((self._deadline - time.monotonic()) * 1000.0)),
-            traceparent=telemetry.traceparent(self._attempt_span),
+    def observe(self, endpoint: Endpoint, outcome: Outcome, probe: bool, ttft_ms: float | None) -> None:
+        """An attempt ended there: see `Attempt`."""
+        now_ms = time.monotonic() * 1000.0
+        median_ms = self.endpoints.peers_median_ms(endpoint, now_ms) if ttft_ms is not None else None
+        endpoint.guard.observe(outcome, now_ms=now_ms, probe=probe, ttft_ms=ttft_ms, peers_median_ms=median_ms)
+
+    def waiting(self, workload: Workload) -> int:
+        return sum(len(line) for (w, _), line in self._lines.items() if w is workload)
+
+    def tokens_of(self, request: Request) -> int:
+        """Of its prompt: exact for ids, else as text of this model has weighed so far."""
+        ids, size = _size(request.prompt)
+        return ids or max(1, int(size / self._bytes_per_token.get(request.model, BYTES_PER_TOKEN)))
+
+    def learn(self, request: Request, prompt_tokens: int) -> None:
+        """A worker has counted them."""
+        ids, size = _size(request.prompt)
+        if ids or prompt_tokens < 8:
+            return
+        known = self._bytes_per_token.get(request.model, BYTES_PER_TOKEN)
+        self._bytes_per_token[request.model] = known + LEARNING * (size / prompt_tokens - known)
+
+    def want(self, request: Request, workload: Workload, *, apart: bool = False) -> routing.Want:
+        """What it needs of a worker; `apart` where one has said that it belongs elsewhere."""
+        isolate = self.policy().isolate
+        apart = apart or (
+            isolate.action == Isolation.POOL
+            and (request.tenant in isolate.tenants or self.tokens_of(request) >= isolate.from_tokens)
         )
+        # Without a pool for such requests there is nobody to ask but the others, who then say what is missing.
+        need = (
+            routing.Need.ISOLATION if apart and self.endpoints.has_isolation_pool(request.model) else routing.Need.ANY
+        )
+        return routing.Want(workload, need, routing.key_of(request.session_id, _head(request.prompt)))
 
-    def _digest(
-        self, stream: Stream, events: list[inference_pb2.GenerateResponse]
-    ) -> list[inference_pb2.GenerateResponse]:
-        """What the client is to see of them. Deltas that wait together become one message: messages cost, not bytes."""
-        out: list[inference_pb2.GenerateResponse] = []
-        last: inference_pb2.Delta | None = None
-        for event in events:
-            match event.WhichOneof("event"):
-                case "delta":
-                    delta = event.delta
-                    if delta.first_index != self._next_index:
-                        stream.close()
-                        stream.fail(StreamCut(f"token {delta.first_index} came where {self._next_index} was due"))
-                        break
-                    tokens = len(delta.token_ids)
-                    self._next_index += tokens
-                    self._unread_tokens += tokens
-                    self._begun = True
-                    self._account.delivered(tokens)
-                    if last is None:
-                        last = delta
-                        out.append(event)
-                    else:
-                        last.token_ids.extend(delta.token_ids)
-                        last.text += delta.text
-                        last.logprobs.extend(delta.logprobs)
-                case "accepted":
-                    if self._unaccepted:
-                        self._mark_accepted()
-                        self._account.prompt_tokens = event.accepted.prompt_tokens
-                        self._account.worker = event.accepted.worker_id
-                        out.append(event)
-                case "finish":
-                    self._finished = stream.ended = True
-                    self._account.finish = codec.decode_finish(event.finish)
-                    out.append(event)
-                case _:
-                    last = None
-                    out.append(event)
-        return out
 
-    def _go_elsewhere(self, fault: TrimtabError) -> None:
-        """Returns when another worker may be asked; else raises what the client is to hear."""
-        self._end_attempt(fault)
-        if self._begun:
-            delivered = str(self._account.tokens)
-            raise StreamCut(
-                f"the stream was cut after {delivered} tokens: {fault.message}",
-                metadata={"tokens_delivered": delivered, "cause": fault.reason},
-            ) from fault
-        if fault is self._error or self._account.attempts >= MAX_ATTEMPTS:
-            raise fault
-        self._fault = fault
+def _size(prompt: Prompt) -> tuple[int, int]:
+    """(token ids, bytes of text)."""
+    if isinstance(prompt, str):
+        return 0, len(prompt.encode("utf-8", "surrogatepass"))
+    if prompt and isinstance(prompt[0], int):
+        return len(prompt), 0
+    return 0, sum(len(m.content.encode("utf-8", "surrogatepass")) + 8 for m in prompt if not isinstance(m, int))
 
-    def _end_attempt(self, error: BaseException | None, *, superseded: bool = True) -> None:
-        if self._stream is not None:
-            self._stream.close(superseded=superseded)
-            self._stream = None
-        if self._attempt_span is not None:
-            if isinstance(error, TrimtabError):
-                telemetry.fail(self._attempt_span, error, error.reason)
-            self._attempt_span.end()
-            self._attempt_span = None
 
-    def _expire(self) -> None:
-        self.end(DeadlineExceeded("the deadline passed before the output was complete"))
-
-    def _mark_accepted(self) -> None:
-        self._unaccepted = False
-        self._dispatch.admission.accepted(self)
-
-    def _leave(self, error: BaseException | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._end_attempt(error, superseded=False)
-        if self._unaccepted:
-            self._mark_accepted()
-        if self._admitted:
-            self._dispatch.admission.leave(self)
-        if error is not None and not isinstance(error, Exception):
-            # The reader was cancelled or closed the iterator: by itself after the end, on the way, or because it was made to.
-            error = None if self._finished else self._error or error
-        self._account.close(error)
+def _head(prompt: Prompt) -> bytes:
+    """Its beginning, where it is long enough to be worth being near to."""
+    if isinstance(prompt, str):
+        head = prompt[:PREFIX_BYTES]
+    elif prompt and isinstance(prompt[0], int):
+        head = repr(prompt[: PREFIX_BYTES // 4])
+    else:
+        head = "\0".join(m.content for m in prompt[:2] if not isinstance(m, int))[:PREFIX_BYTES]
+    return head.encode("utf-8", "surrogatepass") if len(head) >= PREFIX_BYTES // 4 else b""

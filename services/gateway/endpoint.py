@@ -2,7 +2,7 @@
 
 The reader hands each piece of an engine step to its request and goes on: no reader waits for another, and a request that nobody takes from
 is held back by its window at the worker, not here. Invariant: a request that was opened ends in exactly one way, by its finish, by an error,
-or by `Stream.close`; when the link dies, every open request hears of it at once.
+or by `Stream.close`; when the link dies, or the worker says that its engine is hung, every open request hears of it at once.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import asyncio
 import enum
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import structlog
 
-from trimtab import codec
-from trimtab.errors import EngineDead, InvalidRequest, TrimtabError
+from services.gateway.guard import Guard
+from services.gateway.stream import Stream
+from trimtab import codec, resuming
+from trimtab.breaking import Trip
+from trimtab.errors import EngineDead, InvalidRequest
 from trimtab.kit import rpc
 from trimtab.kit.tls import CertificateError
-from trimtab.messages import Load, NodeState
+from trimtab.messages import Load, NodeState, Workload
+from trimtab.policy_tree import BreakerPart
+from trimtab.routing import Candidate
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -29,11 +35,13 @@ SILENCE_TICK_S = 0.25
 SILENT_TICKS = 6
 """A link without a message for 1.5 s is dead (DESIGN §3). Ticks are counted, not seconds: a stall of our own loop is no silence of theirs."""
 BACKOFF_S = 0.1
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 1.0
 OUTGOING_MESSAGES = 4096
 """More than this unsent means that the worker reads nothing: the link is dead."""
 ENVELOPE_BYTES = 64 << 10
 """Room for what travels around a request: ids, trace, framing."""
+UNBOUNDED = 1 << 30
+"""Room at a worker that grants no credits."""
 WINDOW_TOKENS = 256
 """What a reader may leave unread at the gateway before the worker holds his tokens back."""
 
@@ -42,62 +50,6 @@ class LinkState(enum.Enum):
     CONNECTING = "connecting"
     UP = "up"
     CLOSED = "closed"
-
-
-class Stream:
-    """What one attempt at a request receives. One reader; the endpoint is the writer."""
-
-    __slots__ = ("_endpoint", "_error", "_events", "_waiter", "attempt", "ended", "request_id")
-
-    def __init__(self, endpoint: Endpoint, request_id: str, attempt: int) -> None:
-        self.request_id = request_id
-        self.attempt = attempt
-        self.ended = False
-        """True once the worker has nothing more to say of it, so that leaving needs no Cancel."""
-        self._endpoint = endpoint
-        self._events: list[inference_pb2.GenerateResponse] = []
-        self._error: TrimtabError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, event: inference_pb2.GenerateResponse) -> None:
-        self._events.append(event)
-        self._wake()
-
-    def fail(self, error: TrimtabError) -> None:
-        """End it; what came before is still taken first. The first error counts."""
-        if self._error is None:
-            self._error = error
-            self._wake()
-
-    async def take(self) -> list[inference_pb2.GenerateResponse]:
-        """Everything that waits, at least one event; then the error that ended it."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._events = self._events, []
-        return events
-
-    def grant(self, tokens: int) -> None:
-        """The reader can take so many more."""
-        if not self.ended:
-            self._endpoint.send(
-                inference_pb2.AttachRequest(
-                    window=inference_pb2.Window(request_id=self.request_id, attempt=self.attempt, n=tokens)
-                )
-            )
-
-    def close(self, *, superseded: bool = False) -> None:
-        """Leave; the worker is told unless it has ended the request itself. Safe to call again."""
-        self._endpoint.leave(self, superseded=superseded)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Endpoint:
@@ -112,10 +64,24 @@ class Endpoint:
         model: str = "",
         max_model_len: int = 0,
         asks_model: bool = False,
+        incarnation: str = "",
         on_dropped: Callable[[], None] = lambda: None,
+        on_moved: Callable[[Endpoint], None] = lambda _: None,
+        on_tripped: Callable[[Endpoint, Trip], None] = lambda e, t: None,
+        rules: Callable[[], BreakerPart] = BreakerPart,
     ) -> None:
         self.node_id = node_id
         self.address = address
+        self.incarnation = incarnation
+        self.pool = ""
+        self.isolates = False
+        self.life = 0
+        """Grows whenever it may be another one than before: its link came up anew, or its engine moves again."""
+        self.hung = self.draining = False
+        """As it says itself."""
+        self.guard = Guard(node_id, rules, lambda trip: on_tripped(self, trip))
+        self.sent_tokens = 0
+        """Of prompts that have given no token yet, as estimated."""
         self.model = model
         self.max_model_len = max_model_len
         self.node_state = NodeState.SERVING
@@ -123,11 +89,13 @@ class Endpoint:
         self.retiring = False
         """No new requests; those that run go on until they end, and a dead link is not opened again."""
         self.load = Load()
-        self.credits = inference_pb2.Credits()
+        self.credits: inference_pb2.Credits | None = None
         self.why_down = "not connected yet"
         self._gateway_id = gateway_id
         self._asks_model = asks_model
         self._on_dropped = on_dropped
+        self._on_moved = on_moved
+        self._starts_sent = self._starts_seen = 0
         self._open()
         self._streams: dict[str, Stream] = {}
         self._outgoing: asyncio.Queue[inference_pb2.AttachRequest] = asyncio.Queue()
@@ -143,19 +111,50 @@ class Endpoint:
     @property
     def serving(self) -> bool:
         """Whether new requests may go there."""
-        return self.state is LinkState.UP and not self.retiring and self.node_state is NodeState.SERVING
+        up = self.state is LinkState.UP and self.node_state is NodeState.SERVING
+        return up and not (self.retiring or self.hung or self.draining)
+
+    def room(self, workload: Workload) -> int:
+        """Requests of this workload that it can take yet, as it said last, less what was sent since."""
+        if self.credits is None:
+            return UNBOUNDED
+        granted = self.credits.realtime if workload is Workload.REALTIME else self.credits.batch
+        return granted - (self._starts_sent - self._starts_seen)
+
+    def candidate(self, workload: Workload, now_ms: float) -> Candidate:
+        return Candidate(
+            self.node_id,
+            self.life,
+            self.serving,
+            self.load,
+            len(self._streams),
+            self.sent_tokens,
+            self.guard.gate(now_ms),
+            self.room(workload),
+            self.isolates,
+            self.guard.retry_after_ms(now_ms),
+        )
 
     def open(
-        self, request: inference_pb2.GenerateRequest, attempt: int, *, timeout_ms: int, traceparent: str
+        self,
+        request: inference_pb2.GenerateRequest,
+        attempt: int,
+        *,
+        timeout_ms: int,
+        traceparent: str,
+        age_ms: int = 0,
+        tokens: int = 0,
     ) -> Stream:
-        """Send a request. `timeout_ms` is what is left of its time."""
+        """Send a request. `timeout_ms` is what is left of its time, `age_ms` what it has waited, `tokens` its prompt's, as estimated."""
         if self.state is not LinkState.UP:
             raise EngineDead(f"the link to worker {self.node_id} is down: {self.why_down}")
         if request.ByteSize() > rpc.MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
             # Sent, it would end the link, and with it every other stream there.
             raise InvalidRequest(f"the request is larger than {rpc.MAX_MESSAGE_BYTES - ENVELOPE_BYTES} bytes")
-        stream = Stream(self, request.request_id, attempt)
+        stream = Stream(self, request.request_id, attempt, tokens)
         self._streams[request.request_id] = stream
+        self.sent_tokens += tokens
+        self._starts_sent += 1
         self._idle.clear()
         self.send(
             inference_pb2.AttachRequest(
@@ -166,6 +165,7 @@ class Endpoint:
                     timeout_ms=timeout_ms,
                     traceparent=traceparent,
                     window=WINDOW_TOKENS,
+                    age_ms=age_ms,
                 )
             )
         )
@@ -184,6 +184,7 @@ class Endpoint:
         if self._streams.get(stream.request_id) is not stream:
             return
         del self._streams[stream.request_id]
+        self._counted(stream)
         if not self._streams:
             self._idle.set()
         if stream.ended:
@@ -239,7 +240,7 @@ class Endpoint:
         fatal: asyncio.Future[str] = loop.create_future()
         self._fatal = fatal
         self._outgoing = asyncio.Queue()
-        self._silent_ticks = 0
+        self._silent_ticks = self._starts_sent = self._starts_seen = 0
         watchdog = loop.call_later(SILENCE_TICK_S, self._tick, fatal)
         call = self._stub.Attach()
         work = [
@@ -286,12 +287,51 @@ class Endpoint:
                 continue
             step = response.step
             self.load = codec.decode_load(step.load)
-            self.credits = step.credits
+            self.credits = step.credits if step.HasField("credits") else None
+            # A worker that does not count them has seen all.
+            self._starts_seen = step.starts if step.HasField("starts") else self._starts_sent
             if self.state is LinkState.CONNECTING:
                 self.state = LinkState.UP
+                self.life += 1
                 log.info("link up", worker=self.node_id, address=self.address, model=self.model)
             for piece in step.pieces:
                 self._deliver(piece)
+            self._hear_state(step)
+            self._on_moved(self)
+
+    def _hear_state(self, step: inference_pb2.Step) -> None:
+        if step.draining and not self.draining:
+            log.info("worker drains", worker=self.node_id, open=len(self._streams))
+        self.draining = step.draining
+        if step.hung == self.hung:
+            return
+        self.hung = step.hung
+        if not step.hung:
+            self.life += 1
+            log.info("worker moves again", worker=self.node_id)
+            return
+        log.warning("worker hung", worker=self.node_id, open=len(self._streams))
+        for stream in self._blame():
+            stream.fail(EngineDead(f"the engine of worker {self.node_id} is hung"))
+        self.guard.hung(time.monotonic() * 1000.0)
+
+    def _blame(self) -> list[Stream]:
+        """All open requests, each with its share of suspicion for what has just become of the worker."""
+        streams = list(self._streams.values())
+        running = [s for s in streams if s.started and not s.ended]
+        begun = sum(not s.gained for s in running)
+        for s in streams:
+            if not s.judged:
+                s.judged = True
+                s.suspects = resuming.blamed(
+                    started=s.started, gained=s.gained, begun_there=begun, running_there=len(running)
+                )
+        return streams
+
+    def _counted(self, stream: Stream) -> None:
+        """Its prompt is computed, or nobody waits for it any more."""
+        self.sent_tokens -= stream.tokens
+        stream.tokens = 0
 
     def _deliver(self, piece: inference_pb2.Piece) -> None:
         stream = self._streams.get(piece.request_id)
@@ -300,12 +340,28 @@ class Endpoint:
             return
         match piece.WhichOneof("content"):
             case "event":
+                if not stream.gained:
+                    self._note(stream, piece.event)
                 stream.push(piece.event)
             case "status":
+                error = rpc.decode_status(piece.status)
+                if isinstance(error, EngineDead) and not stream.judged:
+                    self._blame()
                 stream.ended = True
-                stream.fail(rpc.decode_status(piece.status))
+                stream.fail(error)
             case _:
                 self._on_dropped()
+
+    def _note(self, stream: Stream, event: inference_pb2.GenerateResponse) -> None:
+        """How far it has come there."""
+        match event.WhichOneof("event"):
+            case "accepted":
+                stream.started = event.accepted.started
+            case "notice" if event.notice.kind == inference_pb2.NOTICE_KIND_STARTED:
+                stream.started = True
+            case "delta" if event.delta.token_ids:
+                stream.started = stream.gained = True
+                self._counted(stream)
 
     def _down(self, why: str) -> None:
         """The link is gone: so is every request on it."""
@@ -314,11 +370,14 @@ class Endpoint:
         if self.state is not LinkState.CLOSED:
             self.state = LinkState.CONNECTING
             self.why_down = why
-        streams, self._streams = self._streams, {}
+        self.hung = self.draining = False
+        streams, self._streams = self._blame(), {}
+        self.sent_tokens = 0
         self._idle.set()
-        for stream in streams.values():
-            stream.ended = True
+        for stream in streams:
+            stream.ended, stream.tokens = True, 0
             stream.fail(EngineDead(f"the link to worker {self.node_id} died: {why}"))
+        self._on_moved(self)
 
 
 def _why(tasks: list[asyncio.Task[None]]) -> str:

@@ -7,6 +7,7 @@ the view gets no new requests, and what runs there goes on. Identity is the inca
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,16 +15,22 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from services.gateway.endpoint import Endpoint, LinkState
-from trimtab import codec
+from services.gateway.fleet import Workers
+from trimtab import breaking, codec
+from trimtab.errors import ModelNotFound, NoWorker
 from trimtab.kit import rpc
 from trimtab.kit.process import write_atomically
-from trimtab.routing import Candidate
+from trimtab.messages import NodeState
+from trimtab.policy_tree import BreakerPart
 from trimtab.v1 import control_pb2
 
 log = structlog.get_logger(__name__)
 
 LEAVE_GRACE_S = 5.0
 """A worker absent from a view for less than this keeps its place: after a restart of the control plane the view fills again one by one."""
+
+PEERS_MS = 1000.0
+"""A pool's medians are looked up so often: a request's end costs the same among a thousand workers as among two."""
 
 Key = tuple[str, str]
 """(node id, incarnation); a static worker has its address and no incarnation."""
@@ -39,12 +46,25 @@ class Endpoints:
         *,
         cache: Path | None = None,
         on_dropped: Callable[[], None] = lambda: None,
+        on_moved: Callable[[Endpoint], None] = lambda _: None,
+        on_tripped: Callable[[Endpoint, breaking.Trip], None] = lambda e, t: None,
+        rules: Callable[[], BreakerPart] = BreakerPart,
+        isolates: Callable[[str], bool] = lambda _: False,
         leave_grace_s: float = LEAVE_GRACE_S,
     ) -> None:
+        """`on_moved` hears of each worker that has said or become something; `isolates` says of a pool whether it is for isolated requests."""
         self._gateway_id = gateway_id
         self._static = static
         self._cache = cache
         self._on_dropped = on_dropped
+        self._on_moved = on_moved
+        self._on_tripped = on_tripped
+        self._rules = rules
+        self._isolates = isolates
+        self._by_model: dict[str, Workers] = {}
+        self._models_of: dict[Endpoint, str] = {}
+        self._medians: dict[tuple[str, str], tuple[float, int, dict[str, float | None]]] = {}
+        """By model and pool: when it was looked, and the median of first tokens of each worker that has one, the least first."""
         self._leave_grace_s = leave_grace_s
         self._members: dict[Key, Endpoint] = {}
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
@@ -57,9 +77,7 @@ class Endpoints:
 
     def start(self) -> None:
         for address in self._static:
-            self._join((address, ""), Endpoint(
-                address, address, gateway_id=self._gateway_id, asks_model=True, on_dropped=self._on_dropped
-            ))  # fmt: skip
+            self._join((address, ""), self._endpoint(address, address, asks_model=True))
         view = self._load()
         if view is not None:
             log.info("fleet view loaded from disk", workers=len(view.workers))
@@ -75,11 +93,53 @@ class Endpoints:
     def get(self, node_id: str) -> Endpoint:
         return next(e for e in self._members.values() if e.node_id == node_id)
 
-    def candidates(self) -> list[Candidate]:
-        """Every member that has told its model; those that can't take work now are marked so."""
-        return [
-            Candidate(e.node_id, e.model, e.serving, e.load, e.open_requests) for e in self._members.values() if e.model
-        ]
+    def workers(self, model: str) -> Workers:
+        """All of this model, able or not. ModelNotFound where others are served, NoWorker where none is."""
+        found = self._by_model.get(model)
+        if found is None:
+            members = [e for e in self._members.values() if e.model == model]
+            if not members:
+                served = ", ".join(sorted({e.model for e in self._members.values() if e.model}))
+                if served:
+                    text = f"model {model!r} is not served here; served: {served}"
+                    raise ModelNotFound(text, metadata={"model": model})
+                raise NoWorker("no worker has joined yet", metadata={"model": model})
+            found = self._by_model[model] = Workers(members)
+        return found
+
+    def serving(self) -> list[Endpoint]:
+        """Those that may be given work, whatever their breakers say."""
+        return [e for e in self._members.values() if e.serving and e.model]
+
+    def has_isolation_pool(self, model: str) -> bool:
+        return any(e.isolates and e.model == model for e in self._members.values())
+
+    def breakers(self) -> Mapping[str, breaking.Breaker]:
+        """Each member's, by node id."""
+        return {e.node_id: e.guard.state for e in self._members.values()}
+
+    def peers_median_ms(self, endpoint: Endpoint, now_ms: float) -> float | None:
+        """Of first tokens, of those that serve the same model in the same pool, as it was at most `PEERS_MS` ago; None where too little is
+        known of them or of itself, or where it is needed.
+        """
+        rules = self._rules()
+        if len(endpoint.guard.state.ttfts_ms) + 1 < rules.min_latencies:
+            return None
+        pool = (endpoint.model, endpoint.pool)
+        looked_at_ms, all_of_them, known = self._medians.get(pool, (-PEERS_MS, 0, {}))
+        if now_ms - looked_at_ms >= PEERS_MS:
+            members = [e for e in self._members.values() if (e.model, e.pool) == pool]
+            closed = [e for e in members if e.guard.state.phase is breaking.Phase.CLOSED]
+            medians = {e.node_id: breaking.median_ttft_ms(e.guard.state, rules, now_ms) for e in closed}
+            all_of_them, known = len(members), dict(sorted(medians.items(), key=lambda each: each[1] or 0.0))
+            self._medians[pool] = (now_ms, all_of_them, known)
+        others = [ms for node_id, ms in known.items() if node_id != endpoint.node_id]
+        return breaking.median_of_peers(len(others), all_of_them - 1, [ms for ms in others if ms is not None])
+
+    def policy_changed(self) -> None:
+        """Which pools are for what may be another matter now."""
+        for e in self._members.values():
+            e.isolates = self._isolates(e.pool)
 
     def models(self) -> dict[str, int]:
         """Served models, each with the smallest window among its workers; 0 means unknown."""
@@ -117,12 +177,9 @@ class Endpoints:
             if member is None or member.address != worker.address:
                 if member is not None:
                     self._retire(key)
-                member = Endpoint(
-                    worker.node_id, worker.address, gateway_id=self._gateway_id, on_dropped=self._on_dropped
-                )
+                member = self._endpoint(worker.node_id, worker.address, incarnation=worker.incarnation)
                 self._join(key, member)
-            member.model, member.max_model_len = worker.model, worker.limits.max_model_len
-            member.node_state = codec.decode_state(worker.state)
+            self._inform(member, worker)
             if handle := self._leaving.pop(key, None):
                 handle.cancel()
         nodes = {worker.node_id for worker in view.workers}
@@ -131,6 +188,47 @@ class Endpoints:
                 self._retire(key)  # the same node has another incarnation
             elif key not in self._leaving:
                 self._leaving[key] = asyncio.get_running_loop().call_later(self._leave_grace_s, self._leave, key)
+
+    def _endpoint(self, node_id: str, address: str, *, incarnation: str = "", asks_model: bool = False) -> Endpoint:
+        return Endpoint(
+            node_id,
+            address,
+            gateway_id=self._gateway_id,
+            incarnation=incarnation,
+            asks_model=asks_model,
+            on_dropped=self._on_dropped,
+            on_moved=self._moved,
+            on_tripped=self._on_tripped,
+            rules=self._rules,
+        )
+
+    def _inform(self, member: Endpoint, worker: control_pb2.FleetWorker) -> None:
+        """What the control plane says of it."""
+        if self._models_of.get(member) != worker.model:
+            self._models_of[member] = worker.model
+            self._by_model.clear()
+        was = member.serving
+        member.model, member.max_model_len, member.pool = worker.model, worker.limits.max_model_len, worker.pool
+        member.node_state, member.isolates = codec.decode_state(worker.state), self._isolates(worker.pool)
+        if worker.HasField("breaker"):
+            notice = worker.breaker
+            if notice.gateway_id != self._gateway_id and notice.open_ms:
+                member.guard.foreign(notice.trip, f"gateway {notice.gateway_id}: {notice.because}")
+            forced = None
+            if notice.forced:
+                until = time.monotonic() * 1000.0 + notice.forced_ms
+                forced = breaking.Forced(notice.forced == control_pb2.BREAKER_FORCE_CLOSED, until)
+            member.guard.force(forced)
+        else:
+            member.guard.force(None)
+        if member.serving and not was:
+            self._moved(member)
+
+    def _moved(self, member: Endpoint) -> None:
+        if not member.retiring and self._models_of.get(member) != member.model:
+            self._models_of[member] = member.model  # a static worker has told its model
+            self._by_model.clear()
+        self._on_moved(member)
 
     def _leave(self, key: Key) -> None:
         """Its time is over. A view that nobody has kept up to date since it came proves nothing: the next one decides."""
@@ -143,6 +241,7 @@ class Endpoints:
 
     def _join(self, key: Key, member: Endpoint) -> None:
         self._members[key] = member
+        self._by_model.clear()
         task = asyncio.create_task(member.run(), name=f"link {member.node_id}")
         self._tasks[member] = task
         task.add_done_callback(lambda _: self._tasks.pop(member, None))
@@ -151,6 +250,8 @@ class Endpoints:
         if handle := self._leaving.pop(key, None):
             handle.cancel()
         member = self._members.pop(key)
+        self._by_model.clear()
+        self._models_of.pop(member, None)
         log.info("worker left", worker=member.node_id, address=member.address, open=member.open_requests)
         member.retiring = True
         task = asyncio.create_task(self._let_go(member), name=f"retire {member.node_id}")
@@ -167,6 +268,7 @@ class Endpoints:
         kept = control_pb2.FleetView(workers=view.workers)
         for worker in kept.workers:
             worker.state = control_pb2.NODE_STATE_SERVING
+            worker.ClearField("breaker")
         data = kept.SerializeToString(deterministic=True)
         if self._cache is None or data == self._seen:
             return
@@ -189,4 +291,9 @@ class Endpoints:
 def _state(e: Endpoint) -> str:
     if e.state is not LinkState.UP:
         return f"no link: {e.why_down}"
+    if e.hung or e.draining:
+        return "hung" if e.hung else "draining"
+    phase = e.guard.state.phase
+    if e.node_state is NodeState.SERVING and phase is not breaking.Phase.CLOSED:
+        return f"breaker {phase}: {e.guard.state.because}"
     return e.node_state.value

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import structlog
 from aiohttp import http_exceptions, web
 
 from services.gateway import openai_errors as errors
+from services.gateway.denials import Denials
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tenants import Certificate
 from trimtab.kit import rpc
 from trimtab.kit.tls import HttpCertificate, Tls
 
@@ -24,10 +26,6 @@ MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 128
 OPEN_PATHS = ("/health", "/metrics")
 """For probes and scrapers, which have no certificate."""
-SHOWN = 80
-"""Characters of a stranger's path in the log."""
-
-log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -75,7 +73,18 @@ class _Server(web.Server):
         )
 
 
-def _for_known(handler: Handler) -> Handler:
+def certificate_of(request: web.BaseRequest) -> Certificate:
+    """What the connection says of its caller, as gRPC's `auth_context()` has it. The handshake has checked it against the authority."""
+    transport = request.transport
+    if transport is None or transport.get_extra_info("sslcontext") is None:
+        return {}
+    shown: Mapping[str, Any] = transport.get_extra_info("peercert") or {}
+    uris = [value.encode() for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
+    names = [value.encode() for part in shown.get("subject", ()) for kind, value in part if kind == "commonName"]
+    return {"transport_security_type": [b"ssl"], "peer_uri": uris, "x509_common_name": names}
+
+
+def _for_known(handler: Handler, denials: Denials) -> Handler:
     """The handler for whoever has shown a certificate in the handshake; probes and scrapers need none."""
 
     async def judged(request: web.BaseRequest) -> web.StreamResponse:
@@ -83,7 +92,7 @@ def _for_known(handler: Handler) -> Handler:
         known = transport is not None and bool(transport.get_extra_info("peercert"))
         if known or request.path in OPEN_PATHS:
             return await handler(request)
-        log.warning("denied", method=request.path[:SHOWN], peer=request.remote, because="no certificate")
+        denials.count("http", method=request.path, peer=request.remote or "", because="no certificate")
         message = "this gateway wants a client certificate of the mesh's authority; ask its operator for one"
         return json_response(*errors.render(errors.HttpFault(401, message, code="no_certificate")), close=True)
 
@@ -102,10 +111,13 @@ class HttpServer:
         max_body_bytes: int,
         tls: Tls | None = None,
         clients_need_one: bool = False,
+        denials: Denials | None = None,
     ) -> None:
         self._certificate = HttpCertificate(tls, asks_clients=clients_need_one) if tls is not None else None
         self._renewing: asyncio.Task[None] | None = None
-        self._handler = handler if tls is None or not clients_need_one else _for_known(handler)
+        if tls is not None and clients_need_one:
+            handler = _for_known(handler, denials or Denials(GatewayMetrics()))
+        self._handler = handler
         self._address = address
         self._max_body_bytes = max_body_bytes
         self._runner: web.ServerRunner | None = None

@@ -1,4 +1,4 @@
-"""A gateway's Prometheus metrics. Labels are bounded: two workloads, five outcomes, and reasons from the error tree."""
+"""A gateway's Prometheus metrics. Labels are bounded: two workloads, five outcomes, reasons from the error tree, and so many tenants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from trimtab.messages import FinishReason, Workload
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 REASONS = frozenset(BY_REASON) | {r.value for r in FinishReason}
+TENANTS = 200
+"""That have a label of their own, as they come; the others share one."""
+OTHERS = "other"
 
 
 class GatewayMetrics:
@@ -32,8 +35,24 @@ class GatewayMetrics:
         self._e2e = histogram("trimtab_gateway_e2e_seconds", "Arrival to the end, of requests that ended well")
         self._tokens = counter("trimtab_gateway_output_tokens", "Tokens delivered")
         self._retries = counter("trimtab_gateway_retries", "Attempts beyond a request's first")
+        self._resumed = counter("trimtab_gateway_resumes", "Streams that went on at another worker", ("cause",))
+        self._gap = Histogram(
+            "trimtab_gateway_resume_gap_seconds",
+            "Last token before a move to the first one after it",
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self._shed = counter("trimtab_gateway_shed", "Requests refused at the door, or capped", ("workload", "why"))
+        self._trips = counter("trimtab_gateway_breaker_trips", "Breakers that opened here", ("dimension",))
         self._dropped = counter("trimtab_gateway_dropped_pieces", "Pieces of requests that had ended or moved on")
-        self.counters = {"requests": 0, "errors": 0, "output_tokens": 0, "retries": 0}
+        self._denied = counter("trimtab_gateway_denied", "Calls of callers whom nobody knows", ("door",))
+        self._of_tenants = counter(
+            "trimtab_gateway_tenant_requests", "A tenant's requests ended", ("tenant", "outcome")
+        )
+        self._prompt_of = counter("trimtab_gateway_tenant_prompt_tokens", "Of a tenant's accepted prompts", ("tenant",))
+        self._output_of = counter("trimtab_gateway_tenant_output_tokens", "Delivered to a tenant", ("tenant",))
+        self._tenants: set[str] = set()
+        self.counters = {"requests": 0, "errors": 0, "output_tokens": 0, "retries": 0, "resumes": 0, "shed": 0}
         """Since this incarnation began; they go up with the report."""
 
     def finished(
@@ -49,9 +68,39 @@ class GatewayMetrics:
         self.counters["errors"] += outcome == "engine_fault"
         self.counters["output_tokens"] += tokens
 
+    def used(self, tenant: str, outcome: str, *, prompt_tokens: int, output_tokens: int) -> None:
+        """By one request that ended."""
+        if tenant not in self._tenants:
+            if len(self._tenants) < TENANTS:
+                self._tenants.add(tenant)
+            else:
+                tenant = OTHERS
+        self._of_tenants.labels(tenant, outcome).inc()
+        self._prompt_of.labels(tenant).inc(prompt_tokens)
+        self._output_of.labels(tenant).inc(output_tokens)
+
+    def denied(self, door: str) -> None:
+        """`door` is grpc or http."""
+        self._denied.labels(door).inc()
+
     def retried(self) -> None:
         self._retries.inc()
         self.counters["retries"] += 1
+
+    def resumed(self, cause: str) -> None:
+        self._resumed.labels(cause).inc()
+        self.counters["resumes"] += 1
+
+    def resume_gap(self, gap_s: float) -> None:
+        self._gap.observe(gap_s)
+
+    def shed(self, workload: str, why: str) -> None:
+        """`why` is one of a few words of admission's."""
+        self._shed.labels(workload, why).inc()
+        self.counters["shed"] += 1
+
+    def tripped(self, dimension: str) -> None:
+        self._trips.labels(dimension).inc()
 
     def dropped(self) -> None:
         self._dropped.inc()

@@ -1,7 +1,8 @@
 """The gateway's HTTP door: OpenAI's API for chat, completions and models, beside /health and /metrics.
 
-Every error has OpenAI's shape and the status of the error tree. Headers go out with Accepted, before any prefill, so an error after that is the
-stream's last event, without [DONE]. A caller that leaves cancels its request.
+Every error has OpenAI's shape and the status of the error tree. A stream's headers go out with Accepted, before any prefill, or after a wait
+(`opening.py`), so an error after that is its last event, without [DONE]. A caller that leaves cancels its request. Who calls is judged before
+anything is read of him but the head.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,30 +20,39 @@ import structlog
 from aiohttp import web
 
 from services.gateway import openai_errors as errors
-from services.gateway.dispatch import Call, Dispatch
-from services.gateway.http_server import json_response
+from services.gateway.call import Call
+from services.gateway.coalesce import Coalescer
+from services.gateway.dispatch import Dispatch
+from services.gateway.http_server import OPEN_PATHS, certificate_of, json_response
 from services.gateway.openai_errors import HttpFault, refused
 from services.gateway.openai_schema import Ask, parse_chat, parse_completion
 from services.gateway.openai_stream import Answer
+from services.gateway.opening import Opening
+from services.gateway.tenants import Tenants
 from trimtab import codec
-from trimtab.errors import Internal, ModelNotFound, TrimtabError
+from trimtab.errors import Internal, ModelNotFound, TrimtabError, Unauthenticated
 from trimtab.kit import telemetry
 from trimtab.messages import Accepted, Delta, Finish, TokenLogprobs, Workload
+from trimtab.tenant import DEFAULT, Tenant
 
 log = structlog.get_logger(__name__)
 
 MODELS = "/v1/models"
 KEEP_ALIVE_S = 15.0
 """A stream says something at least this often, so that no proxy takes a long prefill for a dead connection."""
+SEND_BUFFER_BYTES = 64 << 10
+"""Of a stream's socket. By itself the kernel takes megabytes for a reader that takes nothing, and he is found out that much later."""
 LAST_WORD_S = 5.0
 """What a reader gets to take the end of a stream that failed; he may be the one who takes nothing."""
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest, Tenant], Awaitable[web.StreamResponse]]
 
 
 class OpenAiDoor:
-    def __init__(self, dispatch: Dispatch, *, max_body_bytes: int) -> None:
+    def __init__(self, dispatch: Dispatch, tenants: Tenants, coalescer: Coalescer, *, max_body_bytes: int) -> None:
+        self._coalescer = coalescer
         self._dispatch = dispatch
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -55,16 +66,30 @@ class OpenAiDoor:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request; raises nothing but cancellation."""
         try:
-            return await self._route(request)(request)
+            tenant = self._tenant(request)
+            return await self._route(request)(request, tenant)
         except (HttpFault, TrimtabError) as e:
             status, body, headers = errors.render(e)
         except Exception:
             log.exception("handler failed", path=request.path)
             status, body, headers = errors.render(Internal("an internal error; the gateway's log has it"))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return json_response(status, body, headers, close=status == 413)
 
+    def _tenant(self, request: web.BaseRequest) -> Tenant:
+        """Whose request it is; HttpFault where nobody knows who calls."""
+        if _path(request) in OPEN_PATHS:
+            return DEFAULT
+        said = request.headers.getall("authorization", [])
+        facts = {"method": request.path, "peer": request.remote or ""}
+        try:
+            return self._tenants.of(said, certificate_of(request), door="http", **facts)
+        except Unauthenticated as e:
+            raise HttpFault(401, e.message, code="invalid_api_key") from None
+
     def _route(self, request: web.BaseRequest) -> Handler:
-        path = request.path.rstrip("/") or "/"
+        path = _path(request)
         method, handler = self._routes.get(path, ("", None))
         if path.startswith(MODELS + "/"):
             method, handler = "GET", self._model
@@ -77,13 +102,13 @@ class OpenAiDoor:
             )
         return handler
 
-    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._answer(request, parse_chat(await self._body(request)))
+    async def _chat(self, request: web.BaseRequest, tenant: Tenant) -> web.StreamResponse:
+        return await self._answer(request, parse_chat(await self._body(request)), tenant)
 
-    async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _completion(self, request: web.BaseRequest, tenant: Tenant) -> web.StreamResponse:
         body = await self._body(request)
         try:
-            return await self._answer(request, parse_completion(body))
+            return await self._answer(request, parse_completion(body), tenant)
         except TrimtabError as e:
             return json_response(*errors.render(e, chat=False))
 
@@ -104,7 +129,7 @@ class OpenAiDoor:
             raise HttpFault(400, "the body must be a JSON object", code="invalid_json")
         return body
 
-    async def _answer(self, request: web.BaseRequest, ask: Ask) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, ask: Ask, tenant: Tenant) -> web.StreamResponse:
         workload = ask.request.workload
         if name := request.headers.get("x-workload"):
             if name not in ("realtime", "batch"):
@@ -115,7 +140,8 @@ class OpenAiDoor:
             pb = codec.encode_request(replace(ask.request, request_id=request_id, workload=workload))
         except UnicodeError:
             raise HttpFault(400, "the body holds text that is not valid Unicode", code="invalid_json") from None
-        call = self._dispatch.generate(pb, parent=telemetry.parse_traceparent(request.headers.get("traceparent", "")))
+        parent = telemetry.parse_traceparent(request.headers.get("traceparent", ""))
+        call = self._dispatch.generate(pb, tenant=tenant, parent=parent)
         headers = {"x-request-id": call.request_id, "x-trace-id": call.trace_id}
         try:
             return await (self._stream if ask.stream else self._whole)(request, ask, call, headers)
@@ -148,16 +174,25 @@ class OpenAiDoor:
         )
         keeper: asyncio.Task[None] | None = None
         answer, last = Answer(ask, call.request_id, ask.request.model), b""
+
+        async def begin() -> None:
+            nonlocal keeper
+            _bound(request)
+            await out.prepare(request)
+            keeper = asyncio.create_task(_keep_alive(out))
+
         try:
-            async with call.responses() as responses:
+            async with call.responses() as responses, Opening(begin) as opening:
                 async for response in responses:
+                    if opening.pending:
+                        await opening.over()
+                        if keeper is None:
+                            await begin()
                     match codec.decode_event(response):
                         case Delta() as delta:
                             data = answer.delta(delta)
                         case Accepted(model=model):
                             answer = Answer(ask, call.request_id, model)
-                            await out.prepare(request)
-                            keeper = asyncio.create_task(_keep_alive(out))
                             data = answer.opening()
                         case Finish() as finish:
                             data = answer.closing(finish)
@@ -165,6 +200,8 @@ class OpenAiDoor:
                             continue
                     if data:
                         await out.write(data)
+                        if self._coalescer.holds:
+                            await self._coalescer.pause()
         except TrimtabError as e:
             if not out.prepared:
                 raise
@@ -181,11 +218,11 @@ class OpenAiDoor:
                 request.transport.abort()
         return out
 
-    async def _models(self, _: web.BaseRequest) -> web.StreamResponse:
+    async def _models(self, _: web.BaseRequest, __: Tenant) -> web.StreamResponse:
         served = sorted(self._dispatch.endpoints.models().items())
         return json_response(200, {"object": "list", "data": [self._card(name, window) for name, window in served]})
 
-    async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _model(self, request: web.BaseRequest, _: Tenant) -> web.StreamResponse:
         name, served = request.path.removeprefix(MODELS + "/"), self._dispatch.endpoints.models()
         if name not in served:
             raise ModelNotFound(f"model {name!r} is not served here; served: {', '.join(sorted(served)) or 'none'}")
@@ -195,7 +232,7 @@ class OpenAiDoor:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "trimtab"}
         return card | ({"max_model_len": window} if window else {})
 
-    async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
+    async def _health(self, _: web.BaseRequest, __: Tenant) -> web.StreamResponse:
         workers = dict(self._dispatch.endpoints.states())
         if self._dispatch.admission.draining:
             reason = "this gateway is draining"
@@ -205,8 +242,18 @@ class OpenAiDoor:
             reason = "no worker can take requests" if workers else "no worker has joined yet"
         return json_response(503, {"status": "unavailable", "reason": reason, "workers": workers})
 
-    async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
+    async def _metrics(self, _: web.BaseRequest, __: Tenant) -> web.StreamResponse:
         return web.Response(body=self._dispatch.metrics.text(), content_type="text/plain", charset="utf-8")
+
+
+def _path(request: web.BaseRequest) -> str:
+    return request.path.rstrip("/") or "/"
+
+
+def _bound(request: web.BaseRequest) -> None:
+    """What the kernel keeps for this connection's reader."""
+    if request.transport is not None and (wire := request.transport.get_extra_info("socket")) is not None:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 async def _keep_alive(out: web.StreamResponse) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from services.gateway import key_file
 from trimtab.kit.config import check, setting
-from trimtab.kit.tls import TlsSettings, faults
+from trimtab.kit.tls import TlsSettings, faults, is_loopback
 
 
 @dataclass(frozen=True)
@@ -20,19 +22,49 @@ class GatewaySettings(TlsSettings):
     realtime_deadline_s: float = setting(120.0, "deadline of REALTIME requests that set none")
     batch_deadline_s: float = setting(86_400.0, "deadline of BATCH requests that set none")
     client_certs: bool = setting(False, "with TLS: clients of both doors need a certificate of the mesh's authority")
+    keys: str = setting("", "key file, YAML: the tenants, their keys and what each may; read anew when it changes")
     max_body_bytes: int = setting(8 << 20, "HTTP bodies above this are refused")
+    coalesce_ms: int = setting(
+        0, "under load a stream's tokens of so many milliseconds travel in one message; 0 sends each as it comes"
+    )
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     log_level: str = setting("info", "debug, info, warning or error")
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
 
     def __post_init__(self) -> None:
         check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))
-        if wrong := faults("gateway", self, (self.listen, self.http)):
+        if wrong := faults("gateway", self, (self.listen, self.http)) + self._faults_of_callers():
             raise ValueError("\n".join(wrong))
         if min(self.realtime_deadline_s, self.batch_deadline_s) <= 0:
             raise ValueError("gateway realtime_deadline_s and batch_deadline_s must be above 0")
         # A body becomes a message on a link that many streams share (kit/rpc.py), and must fit there.
         if not 1 <= self.max_body_bytes <= 12 << 20:
             raise ValueError(f"gateway max_body_bytes must be between 1 and {12 << 20}, not {self.max_body_bytes}")
+        if not 0 <= self.coalesce_ms <= 1000:
+            raise ValueError(f"gateway coalesce_ms must be between 0 and 1000, not {self.coalesce_ms}")
         if self.default_workload not in ("realtime", "batch"):
             raise ValueError(f"gateway default_workload must be realtime or batch, not {self.default_workload!r}")
+
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether the doors tell clients apart by their certificates."""
+        return self.client_certs and bool(self.tls_cert)
+
+    def _faults_of_callers(self) -> list[str]:
+        """What is wrong with how callers are told apart: the key file's faults, or that strangers get in."""
+        if self.client_certs and not self.tls_cert:
+            return ["gateway client_certs: clients show certificates over TLS alone; set tls_ca, tls_cert and tls_key"]
+        if self.keys:
+            try:
+                key_file.read(Path(self.keys))
+            except key_file.KeyFileFault as e:
+                return [f"gateway keys: {self.keys}: {fault}" for fault in e.faults]
+            return []
+        if self.asks_for_certificates:
+            return []
+        return [
+            f"gateway: whoever reaches {address} could use the mesh; set keys to a key file (trimtab keys new makes keys), or with TLS "
+            "client_certs = true, or listen on 127.0.0.1 alone"
+            for address in (self.listen, self.http)
+            if not is_loopback(address)
+        ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,7 @@ from services.worker.server import InferenceServicer, register
 from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
 from services.worker.steering import Steering
-from trimtab.errors import EngineDead
+from trimtab.errors import Draining, EngineDead
 from trimtab.kit import config, process, rpc, telemetry
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
@@ -39,6 +41,17 @@ log = structlog.get_logger(__name__)
 
 EXIT_USAGE = 2
 EXIT_ENGINE_DEAD = 3
+LAST_WORDS_S = 2.0
+"""For what is sent elsewhere at a drain's deadline to be told so."""
+PARTING_S = 1.0
+"""For the control plane to be told that the drain was obeyed."""
+
+
+def model_path(s: WorkerSettings) -> str:
+    """What the engine loads: a directory, or a hub's name. Fetches a known model if need be."""
+    from services.worker import model
+
+    return str(model.resolve(s.model))
 
 
 def build_engine(s: WorkerSettings) -> Engine:
@@ -57,7 +70,7 @@ def build_engine(s: WorkerSettings) -> Engine:
     from services.worker import model
     from services.worker.engines.vllm import VllmEngine
 
-    path = str(model.resolve(s.model))
+    path = model_path(s)
     name = s.served_model_name or (model.SMOLLM2.name if s.model == "default" else s.model.rstrip("/").split("/")[-1])
     return VllmEngine(
         model_path=path,
@@ -83,7 +96,55 @@ class Worker:
     metrics: WorkerMetrics
     server: grpc.aio.Server
     membership: Membership
+    steering: Steering
     stopping: asyncio.Event
+    drain_s: float
+    """The settings', or what an operator said when he had it drained."""
+    drain_until: float = 0.0
+    """When that is over, of the monotonic clock; 0 before anybody had it drained. Who says it again moves it."""
+
+    def drain_by(self, deadline_s: float) -> None:
+        """Stop, with so much time for what runs."""
+        self.drain_s = deadline_s
+        self.drain_until = time.monotonic() + deadline_s
+        self.stopping.set()
+
+
+def vllm_protos() -> bool:
+    """Whether vLLM's own service can be answered: its protos come with the extra `vllm-door`."""
+    return importlib.util.find_spec("smg_grpc_proto") is not None
+
+
+def open_vllm_door(
+    s: WorkerSettings,
+    server: grpc.aio.Server,
+    serving: Serving,
+    engine: Engine,
+    steering: Steering,
+    health: Health,
+    keeper: PolicyKeeper,
+) -> tuple[str, ...]:
+    """Put vLLM's own service on the server, where it is wanted and can be; its name, or nothing."""
+    if s.vllm_door == "off":
+        return ()
+    if not vllm_protos():
+        log.info("no vllm door", because="smg-grpc-proto is not installed", next="install the extra vllm-door")
+        return ()
+    from services.worker.model_files import ModelFiles, read
+    from services.worker.vllm_door import VllmDoor
+
+    door = VllmDoor(
+        serving,
+        engine,
+        steering,
+        state=lambda: health.state,
+        policy=lambda: keeper.resolved.policy,
+        files=ModelFiles() if s.engine == "simulated" else read(model_path(s)),
+        mesh=s.mesh,
+    )
+    name = door.register(server)
+    health.also(name)
+    return (name,)
 
 
 def obedience(engine: Engine, gate: Gate) -> Callable[[Policy], Awaitable[int]]:
@@ -121,10 +182,21 @@ async def compose(s: WorkerSettings) -> Worker:
         engine.stats,
     )
     host = s.listen.rsplit(":", 1)[0]
-    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics, Commands(steering))
-    servicer = InferenceServicer(serving, gate, lambda: engine.pulse().step_no, engine.limits.max_model_len, s.mesh)
-    register(server, servicer, health.servicer)
-    return Worker(s, engine, serving, health, metrics, server, membership, stopping)
+    commands = Commands(steering)
+    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics, commands)
+    servicer = InferenceServicer(
+        serving,
+        gate,
+        lambda: engine.pulse().step_no,
+        engine.limits.max_model_len,
+        s.mesh,
+        hung=lambda: health.hung,
+    )
+    others = open_vllm_door(s, server, serving, engine, steering, health, keeper)
+    register(server, servicer, health.servicer, others)
+    worker = Worker(s, engine, serving, health, metrics, server, membership, steering, stopping, s.drain_s)
+    commands.drain_by = worker.drain_by
+    return worker
 
 
 async def serve(s: WorkerSettings) -> int:
@@ -156,6 +228,7 @@ async def serve(s: WorkerSettings) -> int:
         await asyncio.sleep(0.2)  # the event's way out; the process has nothing else to wait for
     else:
         await drain(w)
+        await w.membership.said(PARTING_S)
     for task in background:
         await rpc.cancel_and_wait(task)
     await w.server.stop(0.5)
@@ -167,13 +240,20 @@ async def serve(s: WorkerSettings) -> int:
 
 
 async def drain(w: Worker) -> None:
-    """No new work; what runs gets `drain_s` to finish."""
+    """No new work; what runs gets until the deadline to finish, and is then sent elsewhere: its gateways go on with it at another worker."""
     w.serving.draining = True
-    w.membership.say_draining(w.settings.drain_s)
-    log.info("draining", unfinished=w.serving.unfinished, deadline_s=w.settings.drain_s)
-    deadline = asyncio.get_running_loop().time() + w.settings.drain_s
-    while w.serving.unfinished and asyncio.get_running_loop().time() < deadline:
+    w.drain_until = w.drain_until or time.monotonic() + w.drain_s
+    w.membership.say_draining(w.drain_s)
+    log.info("draining", unfinished=w.serving.unfinished, deadline_s=w.drain_s)
+    while w.serving.unfinished and time.monotonic() < w.drain_until:
         await asyncio.sleep(0.05)
+    deadline, moved = time.monotonic() + LAST_WORDS_S, 0
+    while w.serving.unfinished and time.monotonic() < deadline:
+        # Again and again: a prompt that was still being tokenised comes to the queue only now.
+        moved += await w.steering.end_all(lambda: Draining("this worker shuts down"))
+        await asyncio.sleep(0.02)
+    if moved:
+        log.warning("drain deadline", sent_elsewhere=moved)
 
 
 @click.command()
@@ -185,6 +265,10 @@ def main(config_file: str | None, **flags: Any) -> None:
         s = config.load(WorkerSettings, "worker", flags=flags, file=config.find_file(config_file))
         tls = tls_of(s, s.mesh)
         check_own("worker", s.node_id, tls)
+        if s.vllm_door == "on" and not vllm_protos():
+            raise config.ConfigError(
+                ["worker vllm_door is on, and smg-grpc-proto is missing: install the extra vllm-door"]
+            )
     except config.ConfigError as e:
         click.echo("\n".join(e.faults), err=True)
         sys.exit(EXIT_USAGE)

@@ -38,15 +38,21 @@ class _Open:
     held: deque[inference_pb2.Piece] = field(default_factory=deque)
     held_tokens: int = 0
     task: asyncio.Task[None] | None = None
+    coming: m.Workload | None = None
+    """Until it has its place in the queue: what it is, so that nobody is promised that place."""
 
 
 class Link:
     """Belongs to one event loop; `aclose` aborts what is open."""
 
-    def __init__(self, serving: Serving, gate: Gate, step_no: Callable[[], int]) -> None:
+    def __init__(
+        self, serving: Serving, gate: Gate, step_no: Callable[[], int], hung: Callable[[], bool] = lambda: False
+    ) -> None:
         self._serving = serving
         self._gate = gate
         self._step_no = step_no
+        self._hung = hung
+        self._starts = 0
         self._open: dict[str, _Open] = {}
         self._pieces: list[inference_pb2.Piece] = []
         self._wake = asyncio.Event()
@@ -93,9 +99,12 @@ class Link:
                 step_no=self._step_no(),
                 load=codec.encode_load(self._serving.load),
                 credits=inference_pb2.Credits(
-                    realtime=self._gate.room(m.Workload.REALTIME), batch=self._gate.room(m.Workload.BATCH)
+                    realtime=self._gate.room(m.Workload.REALTIME), batch=self._gate.supply(m.Workload.BATCH)
                 ),
                 pieces=pieces,
+                hung=self._hung(),
+                draining=self._serving.draining,
+                starts=self._starts,
             )
 
     async def aclose(self) -> None:
@@ -105,6 +114,7 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, start: inference_pb2.Start) -> None:
+        self._starts += 1
         before = self._open.get(start.request_id)
         if before is not None:
             if before.attempt >= start.attempt:
@@ -114,17 +124,28 @@ class Link:
             self._end(start.request_id, before.attempt)
         entry = _Open(start.attempt, start.window)
         self._open[start.request_id] = entry
+        batch = start.generate_request.workload == inference_pb2.WORKLOAD_BATCH
+        entry.coming = m.Workload.BATCH if batch else m.Workload.REALTIME
+        self._gate.expect(entry.coming)
         entry.task = asyncio.create_task(self._serve(start, entry))
+        # Also one that is cancelled before it has begun.
+        entry.task.add_done_callback(lambda _: self._came(entry))
 
     async def _serve(self, start: inference_pb2.Start, entry: _Open) -> None:
         request_id, attempt = start.request_id, start.attempt
         error: TrimtabError | None = None
         try:
             request = codec.decode_request(start.generate_request)
-            events = self._serving.stream(replace(request, request_id=request_id), start.traceparent)
             timeout_s = start.timeout_ms / 1000.0 if start.timeout_ms else None
+            events = self._serving.stream(
+                replace(request, request_id=request_id),
+                start.traceparent,
+                age_s=start.age_ms / 1000.0,
+                left_s=timeout_s,
+            )
             async with asyncio.timeout(timeout_s), aclosing(events):
                 async for event in events:
+                    self._came(entry)
                     piece = inference_pb2.Piece(request_id=request_id, attempt=attempt, event=codec.encode_event(event))
                     tokens = len(event.token_ids) if isinstance(event, m.Delta) else 0
                     self._offer(entry, piece, tokens)
@@ -141,6 +162,12 @@ class Link:
                 self._send(self._piece(request_id, attempt, error))
             if not entry.held and self._open.get(request_id) is entry:
                 del self._open[request_id]
+
+    def _came(self, entry: _Open) -> None:
+        """It has its place, or is gone; safe to call again."""
+        if entry.coming is not None:
+            self._gate.expected(entry.coming)
+            entry.coming = None
 
     def _offer(self, entry: _Open, piece: inference_pb2.Piece, tokens: int) -> None:
         """Send it if the reader has room for it; keep the order in any case."""

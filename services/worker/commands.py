@@ -25,6 +25,8 @@ class Commands:
 
     def __init__(self, steering: Steering) -> None:
         self._steering = steering
+        self.drain_by: Callable[[float], None] | None = None
+        """Stops this worker, with so many seconds for what runs; set once there is something to stop."""
 
     async def obey(self, command: control_pb2.Command) -> control_pb2.CommandResult | None:
         """What became of it; None for a command that this build does not know."""
@@ -45,6 +47,11 @@ class Commands:
                 return await _act(
                     command, isolate.match, (), lambda meant: self._steering.isolate(meant, isolate.isolated)
                 )
+            case "drain" if self.drain_by is not None:
+                deadline_s = command.drain.deadline_ms / 1000.0
+                log.info("drain commanded", command_id=command.command_id, deadline_s=deadline_s)
+                self.drain_by(deadline_s)
+                return control_pb2.CommandResult(ok=True)
             case _:
                 return None
 

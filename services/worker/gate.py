@@ -40,6 +40,7 @@ class Gate:
         self._rules = scheduling.Rules.of(policy, Limits())
         self._lines: dict[Workload, Line[Ticket]] = {w: Line() for w in Workload}
         self._handed = dict.fromkeys(Workload, 0)
+        self._coming = dict.fromkeys(Workload, 0)
         self._waiting_tokens = 0
 
     @property
@@ -56,11 +57,24 @@ class Gate:
         """Requests that the engine has been given and that have not left."""
         return sum(self._handed.values())
 
+    def supply(self, workload: Workload) -> int:
+        """Requests of this workload that the engine may still be given, beyond those that wait here already or are on their way."""
+        return max(0, self._engine_room(workload) - len(self._lines[workload]) - self._coming[workload])
+
     def room(self, workload: Workload) -> int:
         """Requests of this workload that may still come: into the engine's supply, then into the queue."""
         waiting = len(self._lines[workload])
-        free = max(0, self._engine_room(workload) - waiting)
-        return free + max(0, scheduling.queue_bound(self._policy, workload) - waiting)
+        supply = max(0, self._engine_room(workload) - waiting)
+        queue = max(0, scheduling.queue_bound(self._policy, workload) - waiting)
+        return max(0, supply + queue - self._coming[workload])
+
+    def expect(self, workload: Workload) -> None:
+        """One is here that has no place yet: its prompt becomes tokens first, which takes a while where it is long."""
+        self._coming[workload] += 1
+
+    def expected(self, workload: Workload) -> None:
+        """It has its place now, or will take none."""
+        self._coming[workload] -= 1
 
     def enter(self, request_id: str, workload: Workload, prompt_tokens: int, arrival_ms: float) -> tuple[Ticket, int]:
         """A place, and how many are ahead of it. QueueFull when this workload's part of the queue is full."""

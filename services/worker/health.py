@@ -17,7 +17,7 @@ from grpc_health.v1.health import aio
 
 from services.worker.engines import Engine
 from trimtab.messages import NodeState
-from trimtab.progress import Progress, judge
+from trimtab.progress import Progress, Pulse, judge
 
 log = structlog.get_logger(__name__)
 
@@ -33,8 +33,16 @@ class Health:
         self._draining = draining
         self._on_death = on_death
         self._work_since = 0.0
+        self._stuck: Pulse | None = None
+        """Where the engine stood when it was found hung; it is until it shows life."""
+        self._ping: asyncio.Task[None] | None = None
+        self._services: tuple[str, ...] = SERVICES
         self.servicer = aio.HealthServicer()
         self.state = NodeState.STARTING
+
+    def also(self, service: str) -> None:
+        """The same is said of this service, from the next state on; for a door that is not always there."""
+        self._services = (*self._services, service)
 
     def judge(self, now: float) -> NodeState:
         """The state at `now`, seconds of time.monotonic()."""
@@ -44,10 +52,26 @@ class Health:
             self._work_since = 0.0
         elif not self._work_since:
             self._work_since = now
+        pulse = self._engine.pulse()
+        moving = judge(pulse, work_waiting=busy, idle_since=self._work_since, now=now)
+        if moving is Progress.HUNG:
+            self._stuck = pulse
+        elif self._stuck is not None and (pulse != self._stuck or (not busy and self._answers())):
+            self._stuck = self._ping = None
         if self._draining():
             return NodeState.DRAINING
-        moving = judge(self._engine.pulse(), work_waiting=busy, idle_since=self._work_since, now=now)
-        return NodeState.HUNG if moving is Progress.HUNG else NodeState.SERVING
+        return NodeState.SERVING if self._stuck is None else NodeState.HUNG
+
+    @property
+    def hung(self) -> bool:
+        """As judged last; a worker that drains may be hung too."""
+        return self._stuck is not None
+
+    def _answers(self) -> bool:
+        """Whether an engine that was hung has answered since. When its work has gone elsewhere there is no step by which it could show it."""
+        if self._ping is None or (self._ping.done() and self._ping.exception() is not None):
+            self._ping = asyncio.create_task(self._engine.ping())
+        return self._ping.done()
 
     async def run(self) -> None:
         """For the life of the process."""
@@ -68,5 +92,5 @@ class Health:
             await asyncio.sleep(INTERVAL_S)
 
     async def _publish(self, status: Any) -> None:
-        for service in SERVICES:
+        for service in self._services:
             await self.servicer.set(service, status)

@@ -14,6 +14,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
 from trimtab import codec
+from trimtab.messages import NodeState
 from trimtab.policy import POLICY_SCHEMA
 from trimtab.snapshot import Node
 from trimtab.v1 import control_pb2
@@ -58,6 +59,10 @@ class Membership:
         event = control_pb2.DrainBegun(deadline_ms=int(deadline_s * 1000))
         self._link.send_event(control_pb2.NodeEvent(drain_begun=event))
 
+    async def said(self, within_s: float) -> None:
+        """Once the control plane has been told all of it, or the time is over."""
+        await self._link.said(within_s)
+
     def say_engine_died(self, message: str) -> None:
         self._link.send_event(control_pb2.NodeEvent(engine_died=control_pb2.EngineDied(message=message)))
 
@@ -85,8 +90,10 @@ class Membership:
         return {f"scheduler_{k}": int(v) for k, v in self._engine.stats().items() if not k.startswith("step_")}
 
     def _report(self) -> control_pb2.Report:
+        # Health looks twice a second; whoever drains must not be said to serve meanwhile.
+        state = NodeState.DRAINING if self._serving.draining else self._health.state
         return control_pb2.Report(
-            state=codec.encode_state(self._health.state),
+            state=codec.encode_state(state),
             load=codec.encode_load(self._serving.load),
             steps=self._engine.pulse().step_no,
             counters={**self._metrics.counters, **self._scheduler_counters()},

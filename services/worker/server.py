@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,20 +25,33 @@ from trimtab.v1 import inference_pb2, inference_pb2_grpc
 log = structlog.get_logger(__name__)
 
 
-def register(server: grpc.aio.Server, servicer: InferenceServicer, health: aio.HealthServicer) -> None:
-    """Put every service of a worker on its server: inference, health, and reflection over both."""
+def register(
+    server: grpc.aio.Server, servicer: InferenceServicer, health: aio.HealthServicer, others: Sequence[str] = ()
+) -> None:
+    """Put every service of a worker on its server: inference, health, and reflection over both and over `others`, which are on it."""
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
+        *others,
     )
     reflection.enable_server_reflection(names, server)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, serving: Serving, gate: Gate, step_no: Any, max_model_len: int, mesh: str = "default") -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        gate: Gate,
+        step_no: Callable[[], int],
+        max_model_len: int,
+        mesh: str = "default",
+        *,
+        hung: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._hung = hung
         self._mesh = mesh
         self._serving = serving
         self._gate = gate
@@ -50,7 +63,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         async with rpc.guarded(context):
             metadata = dict(context.invocation_metadata() or ())
-            events = self._serving.stream(codec.decode_request(request), str(metadata.get("traceparent", "")))
+            events = self._serving.stream(
+                codec.decode_request(request), str(metadata.get("traceparent", "")), left_s=context.time_remaining()
+            )
             try:
                 async with asyncio.timeout(context.time_remaining()), aclosing(events):
                     async for event in events:
@@ -68,7 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if caller not in (PLAIN, Caller("gateway", caller.name, caller.by)):
                 log.warning("denied", method="Attach", identity=caller.name, kind=caller.kind, peer=context.peer())
                 raise PermissionDenied(f"Attach is for gateways of the mesh; you are {caller.name!r}")
-        async with rpc.guarded(context), aclosing(Link(self._serving, self._gate, self._step_no)) as link:
+        async with rpc.guarded(context), aclosing(Link(self._serving, self._gate, self._step_no, self._hung)) as link:
             reader = asyncio.create_task(link.read(request_iterator))
             try:
                 async for step in link.steps():

@@ -22,7 +22,7 @@ from services.control import PolicyKeeper
 from services.worker.engines import ChatRefused, Engine, Job, Stamps
 from services.worker.gate import Gate
 from services.worker.metrics import WorkerMetrics
-from services.worker.steering import Held, Steering, released
+from services.worker.steering import Held, Steering
 from services.worker.text import TextAssembler
 from trimtab import messages as m
 from trimtab import validation
@@ -97,8 +97,14 @@ class Serving:
             queued_prefill_tokens=load.queued_prefill_tokens + self._gate.waiting_tokens,
         )
 
-    async def stream(self, request: m.Request, traceparent: str = "") -> AsyncGenerator[m.Event, None]:
-        """Accepted, then deltas, then Finish; or a TrimtabError."""
+    async def stream(
+        self, request: m.Request, traceparent: str = "", *, age_s: float = 0.0, left_s: float | None = None
+    ) -> AsyncGenerator[m.Event, None]:
+        """Accepted, then deltas, then Finish; or a TrimtabError.
+
+        `age_s` is how long the mesh has had it: its place in every queue counts from then. `left_s` is what its deadline leaves, which the
+        caller keeps: here it is refused where even one step of the engine takes longer.
+        """
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         span = telemetry.tracer().start_span(
             "worker.generate",
@@ -112,7 +118,7 @@ class Serving:
         self.unfinished += 1
         outcome, reason = "cancelled", "CANCELLED"
         try:
-            async with aclosing(self._events(request, arrival, progress)) as events:
+            async with aclosing(self._events(request, arrival, age_s, left_s, progress)) as events:
                 async for event in events:
                     if isinstance(event, m.Finish):
                         outcome, reason = "ok", event.reason.value
@@ -129,7 +135,9 @@ class Serving:
             self.unfinished -= 1
             self._account(request, span, progress, arrival, outcome, reason)
 
-    async def _events(self, request: m.Request, arrival: float, progress: Progress) -> AsyncGenerator[m.Event, None]:
+    async def _events(
+        self, request: m.Request, arrival: float, age_s: float, left_s: float | None, progress: Progress
+    ) -> AsyncGenerator[m.Event, None]:
         if self.draining:
             raise Draining("this worker is draining; the mesh has others, or will have")
         if self._engine.dead:
@@ -140,8 +148,9 @@ class Serving:
                 metadata={"model": request.model},
             )
         validation.check(request)
+        validation.check_time(left_s, self._engine.stats().get("step_constant_ms", 0.0))
         prompt = await self._tokenise(request.prompt)
-        job, text = self._job(request, prompt, arrival)
+        job, text = self._job(request, prompt, arrival - age_s)
         self._engine.check(job)
         validation.check_isolation(self._keeper.resolved.policy, len(prompt), job.tenant)
         progress.prompt_tokens = len(prompt)
@@ -168,18 +177,22 @@ class Serving:
                 prompt_digest=prompt_digest(job.token_ids[: progress.prompt_tokens]),
                 resumable=resumable(request.sampling),
                 model=self._engine.model,
+                started=ticket.admitted.done(),
             )
-            await ticket.admitted
-            if held.released:
+            if not ticket.admitted.done():
+                await ticket.admitted
+                # Of a worker that dies, a gateway wants to know which requests were in its engine.
+                yield m.Notice(m.NoticeKind.STARTED)
+            if held.ended is not None:
                 # Between the gate and the engine, where nobody else can tell it.
-                raise released()
+                raise held.ended
             job = replace(job, delta=held.delta, isolated=held.isolated)
             async with aclosing(self._generate(request, job, text, arrival, progress)) as events:
                 async for event in events:
                     yield event
         except EngineFault:
-            if held.released:
-                raise released() from None
+            if held.ended is not None:
+                raise held.ended from None
             raise
         finally:
             self._gate.leave(ticket)
@@ -218,6 +231,9 @@ class Serving:
             if not resumable(s):
                 raise ResumeRefused("this request can't be continued exactly elsewhere")
             delivered = resume.token_ids
+            if delivered and max(delivered) >= engine.tokenizer.vocab_size:
+                # A client may have made it up; an engine must never see it.
+                raise ResumeRefused(f"token id {max(delivered)} is delivered, and the vocabulary ends before it")
             if len(delivered) > budget:
                 raise ResumeRefused(f"{len(delivered)} tokens are delivered, of {budget} at most")
             if s.seed is not None:

@@ -28,6 +28,10 @@ class WorkerSettings(TlsSettings):
     compiled: bool = setting(
         False, "compile the model for this CPU at start: a minute, and g++, for steps a third shorter"
     )
+    vllm_door: str = setting(
+        "auto",
+        "answer vLLM's own gRPC service too, for SMG gateways: auto (where the extra vllm-door is installed), on, off",
+    )
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     step_ms: float = setting(10.0, "simulated engine: constant part of a step, in milliseconds")
     token_us: float = setting(20.0, "simulated engine: microseconds for each token of a step")
@@ -45,5 +49,7 @@ class WorkerSettings(TlsSettings):
             raise ValueError("worker max_num_seqs must be at least 1, and max_step_tokens at least max_num_seqs")
         if self.kv_cache_gib < 1:
             raise ValueError(f"worker kv_cache_gib must be at least 1, not {self.kv_cache_gib}")
+        if self.vllm_door not in ("auto", "on", "off"):
+            raise ValueError(f"worker vllm_door must be auto, on or off, not {self.vllm_door!r}")
         if bad := [label for label in self.labels if "=" not in label]:
             raise ValueError(f"worker labels must be key=value, not {bad[0]!r}")

@@ -5,13 +5,13 @@ Which are meant is said by id or by what they have in common. A request is found
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.worker.engines import Engine, Job
 from services.worker.gate import Gate, Ticket
-from trimtab.errors import Released
+from trimtab.errors import Released, TrimtabError
 from trimtab.messages import RequestMatch
 
 
@@ -24,7 +24,8 @@ class Held:
     delta: int = 0
     isolated: bool = False
     ticket: Ticket | None = None
-    released: bool = False
+    ended: TrimtabError | None = None
+    """What its client is told, where somebody other than the engine ended it."""
 
 
 class Steering:
@@ -64,13 +65,26 @@ class Steering:
 
     async def release(self, match: RequestMatch) -> int:
         """Each that matches ends now, and its client is told why."""
-        found = [held for held in self._matching(match) if not held.released]
-        for held in found:
-            held.released = True
-            if held.ticket is not None and not held.ticket.admitted.done():
-                held.ticket.admitted.set_exception(released())
-        await self._engine.abort(self._in_engine(found))
+        return await self.end(match, released)
+
+    async def end(self, match: RequestMatch, error: Callable[[], TrimtabError]) -> int:
+        """Each that matches ends now, with its own `error`; how many there were."""
+        found = [held for held in self._matching(match) if held.ended is None]
+        await self._end(found, error)
         return len(found)
+
+    async def end_all(self, error: Callable[[], TrimtabError]) -> int:
+        """Everything that is here ends now, with its own `error`; how many there were."""
+        found = [held for held in self._held.values() if held.ended is None]
+        await self._end(found, error)
+        return len(found)
+
+    async def _end(self, found: list[Held], error: Callable[[], TrimtabError]) -> None:
+        for held in found:
+            held.ended = error()
+            if held.ticket is not None and not held.ticket.admitted.done():
+                held.ticket.admitted.set_exception(held.ended)
+        await self._engine.abort(self._in_engine(found))
 
     def _matching(self, match: RequestMatch) -> list[Held]:
         return [

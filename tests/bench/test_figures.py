@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.bench import figures
-from services.bench.figures import Block
+from services.bench.figures import Block, Lone
 from services.bench.goals import Goal
 from tests.bench.builders import a_block, a_cell, blocks
 
@@ -21,6 +21,11 @@ def all_blocks(**cells: Any) -> list[Block]:
     return [b for c in (1, 8, 32) for b in blocks(concurrency=c, **cells)]
 
 
+def lone(mesh_ms: float, http_ms: float, rounds: int = 8) -> list[Lone]:
+    """A machine whose speed changes from round to round; the ratio within each does not."""
+    return [Lone(r, {"mesh": (mesh_ms * (1 + r),) * 4, "http": (http_ms * (1 + r),) * 4}) for r in range(rounds)]
+
+
 PAIRS = [(6.0 + i % 5 / 10, 5.0 + i % 5 / 10) for i in range(200)]
 
 
@@ -28,10 +33,16 @@ def test_a_block_survives_its_json() -> None:
     assert Block.from_json(json.loads(json.dumps(a_block().as_json()))) == a_block()
 
 
+def test_lone_rounds_survive_their_json_and_a_slower_machine_changes_no_ratio() -> None:
+    rounds = lone(40, 50)
+    assert [Lone.from_json(json.loads(json.dumps(r.as_json()))) for r in rounds] == rounds
+    assert figures.ttft_ratio(rounds, "mesh", "http", 1).value == pytest.approx(0.8)
+    mesh, http = figures.lone_arms(rounds)
+    assert (mesh["arm"], http["arm"], mesh["ttft_samples"]) == ("lone mesh", "lone http", 32)
+
+
 def test_every_goal_is_met_by_good_figures() -> None:
-    found = figures.goals(
-        all_blocks(mesh=a_cell("mesh", tokens_per_s=97, ttft_ms=40), http=a_cell("http", ttft_ms=45)), PAIRS, 1
-    )
+    found = figures.goals(all_blocks(mesh=a_cell("mesh", tokens_per_s=97, ttft_ms=40)), PAIRS, lone(40, 45), 1)
     assert [(g.name, g.goal, round(g.value or 0, 6), g.met) for g in found] == [
         ("cpu_s_per_1000_tokens_outside_engine_at_32", 0.5, 0.3, True),
         ("tokens_per_s_ratio_to_bare_lower_at_1", 0.93, 0.97, True),
@@ -43,12 +54,13 @@ def test_every_goal_is_met_by_good_figures() -> None:
 
 
 def test_goals_are_missed_by_bad_figures() -> None:
-    found = figures.goals(all_blocks(mesh=a_cell("mesh", tokens_per_s=80, ttft_ms=70, cpu_s=0.2)), [(9.0, 5.0)] * 60, 1)
+    slow = all_blocks(mesh=a_cell("mesh", tokens_per_s=80, ttft_ms=70, cpu_s=0.2))
+    found = figures.goals(slow, [(9.0, 5.0)] * 60, lone(70, 50), 1)
     assert {g.name: g.met for g in found} == dict.fromkeys((g.name for g in found), False)
 
 
 def test_too_few_rounds_decide_nothing_and_still_show_their_figure() -> None:
-    found = figures.goals(blocks(2, mesh=a_cell("mesh", cpu_s=5.0)), [], 1)
+    found = figures.goals(blocks(2, mesh=a_cell("mesh", cpu_s=5.0)), [], [], 1)
     cpu = goal("cpu_s_per_1000_tokens_outside_engine_at_32", found)
     assert (cpu.value, cpu.met) == (15.0, None)
     assert goal("added_ttft_p50_ms_at_1", found) == Goal("added_ttft_p50_ms_at_1", 2.0, cpu.bound)
@@ -57,7 +69,7 @@ def test_too_few_rounds_decide_nothing_and_still_show_their_figure() -> None:
 def test_a_straddling_interval_is_undecided() -> None:
     speeds = [90, 91, 92, 98, 99, 100, 101]
     mixed = [a_block(r, 8, mesh=a_cell("mesh", tokens_per_s=s)) for r, s in enumerate(speeds)]
-    found = goal("tokens_per_s_ratio_to_bare_lower_at_8", figures.goals(mixed, [], 1))
+    found = goal("tokens_per_s_ratio_to_bare_lower_at_8", figures.goals(mixed, [], [], 1))
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(0.98)
     assert (found.value, found.met) == (found.estimate.low, None)

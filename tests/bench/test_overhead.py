@@ -21,6 +21,7 @@ from services.bench.stats import bootstrap
 from tests.bench.builders import FakeParts
 
 CONCURRENCIES = (1, 8, 32)
+LONE = plan.FULL.lone_rounds * plan.LONE_REQUESTS
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,8 @@ async def test_a_full_run_measures_every_arm_in_every_round(tmp_path: Path) -> N
     fake = FakeParts()
     report = await overhead.run(options(tmp_path), fake.parts())
     assert Counter(fake.measured) == {(arm, c): 10 for arm in ARMS for c in CONCURRENCIES}
-    assert [(a["arm"], a["concurrency"]) for a in report.arms[:-2]] == [(arm, c) for c in CONCURRENCIES for arm in ARMS]
+    assert [(a["arm"], a["concurrency"]) for a in report.arms[:-4]] == [(arm, c) for c in CONCURRENCIES for arm in ARMS]
+    assert [(a["arm"], a["ttft_samples"]) for a in report.arms[-4:-2]] == [(f"lone {a}", LONE) for a in plan.LONE_ARMS]
     assert report.arms[-2]["ttft_samples"] == plan.FULL.pairs >= 200
     assert {g.name: g.met for g in report.goals} == {
         "cpu_s_per_1000_tokens_outside_engine_at_32": True,
@@ -96,6 +98,7 @@ async def test_an_interrupted_run_reports_what_it_has_and_goes_on_from_there(tmp
     assert [a["rounds"] for a in report.arms if a["arm"] == "mesh"] == [2, 2, 1]
     report = await overhead.run(options(tmp_path), second.parts())
     assert (second.pairings, len(second.measured)) == (0, 4 * (30 - 5))
+    assert report.arms[-4]["ttft_samples"] == LONE
     assert [a["rounds"] for a in report.arms if a["arm"] == "mesh"] == [10, 10, 10]
     assert "resumed: 6 finished parts are of an earlier session" in report.notes
 

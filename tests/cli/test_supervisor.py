@@ -143,6 +143,29 @@ async def test_a_child_that_dies_is_reported_and_brought_back(tmp_path: Path) ->
         watching.cancel()
 
 
+async def test_a_worker_that_was_told_to_end_stays_away_and_the_rest_goes_on(tmp_path: Path) -> None:
+    names = {"control": Tier.CONTROL, "w0": Tier.WORKER, "w1": Tier.WORKER}
+    async with supervised(tmp_path, *(a_spec(tmp_path, n, t) for n, t in names.items())) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        os.kill(it.pids["w0"], signal.SIGTERM)
+        assert (await screen.until("left"))["name"] == "w0"
+        await screen.until("changed")
+        assert set(it.pids) == {"control", "w1"}
+        assert "no_worker_left" not in [kind for kind, _ in screen.events]
+        os.kill(it.pids["w1"], signal.SIGKILL)
+        await screen.until("died")
+        await screen.until("changed", 2)
+        os.kill(it.pids["w1"], signal.SIGTERM)
+        await screen.until("no_worker_left")
+        os.kill(it.pids["control"], signal.SIGTERM)
+        assert (await screen.until("restarting", 2))["name"] == "control"
+        await screen.until("changed", 4)
+        assert not watching.done()
+        assert set(it.pids) == {"control"}
+        watching.cancel()
+
+
 async def test_what_a_dead_child_left_behind_is_ended(tmp_path: Path) -> None:
     async with supervised(tmp_path, a_spec(tmp_path, "w0", Tier.STORE, "grandchild")) as (it, screen):
         await it.start()

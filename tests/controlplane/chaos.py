@@ -23,7 +23,7 @@ from controlplane.store.redis import RedisStore
 from tests.controlplane.mesh import FakeNode
 from tests.controlplane.proxy import Proxy
 from tests.controlplane.replicas import LEASE_S, Planes, Replica, Store, serving, stop, wake
-from tests.controlplane.witness import Asked, History, Outcome, Written
+from tests.controlplane.witness import Asked, History, Outcome, Seen, Written
 from trimtab.errors import Conflict, StoreUnavailable, TrimtabError
 from trimtab.kit.rpc import cancel_and_wait
 from trimtab.snapshot import Adjustment, Limits, Scope
@@ -48,10 +48,12 @@ class Contender:
         self._run = asyncio.create_task(self.holder.run())
 
     async def stand(self) -> None:
+        asked, before = time.monotonic(), self.leader.newest
         await self.leader.stand()
         lease = self.leader.lease.value
-        if self.leader.newest is not None:
-            self._history.grants.append((self.leader.newest, time.monotonic()))
+        # The same object where the store did not answer.
+        if self.leader.newest is not None and self.leader.newest is not before:
+            self._history.grants.append(Seen(self.leader.newest, asked, time.monotonic()))
         if lease is not None and lease not in self._old:
             self._old.append(lease)
 
@@ -101,11 +103,16 @@ class World:
     primary: int = 0
     next_value: int = DEFAULT_ACTIVE + 1
     stopped: list[Replica] = field(default_factory=list)
+    may_ask: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_ask.set()
 
     # ---- what people and controllers do
 
     async def put(self) -> None:
         """A change by one replica, whatever comes of it."""
+        await self.may_ask.wait()
         # Each once: a value is known by who asked for it.
         asked = Asked(self.next_value, time.monotonic())
         self.next_value += 1
@@ -176,11 +183,18 @@ class World:
         await self._follow()
 
     async def empty_store(self) -> None:
-        """It comes back with nothing, once every replica knows the newest: losing both at once is losing it."""
-        await self.quiet()
+        """It comes back with nothing, once every replica knows the newest: losing both at once is losing it. People ask again as it begins."""
+        self.may_ask.clear()
+        try:
+            while any(a.outcome is Outcome.OPEN for a in self.history.asked):
+                await asyncio.sleep(0.02)
+            await self.quiet()
+            for store in self.stores:
+                store.kill()
+                store.empty()
+        finally:
+            self.may_ask.set()
         for store in self.stores:
-            store.kill()
-            store.empty()
             store.start()
         await self._follow()
 

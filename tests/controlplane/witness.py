@@ -38,12 +38,21 @@ class Written:
 
 
 @dataclass
+class Seen:
+    """A lease that held at some moment between these two."""
+
+    lease: Lease
+    asked: float
+    told: float
+
+
+@dataclass
 class History:
-    """All that was asked for and told. `grants` are leases with the moment at which they were known to hold."""
+    """All that was asked for and told."""
 
     asked: list[Asked] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
-    grants: list[tuple[Lease, float]] = field(default_factory=list)
+    grants: list[Seen] = field(default_factory=list)
     fenced: int = 0
     log: list[str] = field(default_factory=list)
 
@@ -65,14 +74,23 @@ class History:
             for a in committed
             if a.began > ended
         ]
-        newest = 0
         for w in sorted(self.written, key=lambda w: w.began):
-            newest = max((lease.term for lease, at in self.grants if at < w.began), default=0)
+            before = [seen for seen in self.grants if seen.told < w.began]
+            newest = max((seen.lease.term for seen in before), default=0)
             if w.lease.term < newest:
                 found.append(f"a write of term {w.lease.term} landed after term {newest} was granted")
-        holders: dict[int, set[str]] = {}
-        for lease, _ in self.grants:
-            holders.setdefault(lease.term, set()).add(lease.holder)
-        found += [f"term {term} was granted to {sorted(who)}" for term, who in holders.items() if len(who) > 1]
+            other = _after(w.lease, before)
+            if other is not None:
+                found.append(f"a write of {w.lease.holder} landed after term {other.term} was {other.holder}'s")
         found += [f"{n.node.node_id} went back {n.backwards} times within an epoch" for n in nodes if n.backwards]
         return found
+
+
+def _after(lease: Lease, seen: list[Seen]) -> Lease | None:
+    """Who holds this lease's term now, where another does: a store that lost a grant before any other replica heard of it grants its term
+    once more, and from then on nothing of the first holder's may land."""
+    same = [s for s in seen if s.lease.term == lease.term]
+    last = max(same, key=lambda s: s.asked, default=None)
+    if last is None or last.lease == lease:
+        return None
+    return last.lease if any(s.lease == lease and s.told < last.asked for s in same) else None

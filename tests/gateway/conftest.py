@@ -17,6 +17,8 @@ from tests.gateway.builders import until
 from tests.gateway.fake_worker import FakeWorker, Script, hello_world
 from trimtab.client import Client
 from trimtab.kit import telemetry
+from trimtab.policy import Partial, Policy, with_fields
+from trimtab.snapshot import Resolved
 
 StartWorker = Callable[..., Awaitable[FakeWorker]]
 StartGateway = Callable[..., Awaitable[Gateway]]
@@ -82,3 +84,14 @@ async def client_of() -> AsyncIterator[Callable[[Gateway], Client]]:
             return client
 
         yield make
+
+
+@pytest.fixture
+def policy() -> Callable[[Gateway, Partial], None]:
+    """policy(gateway, {"resume.attempts": 1}): in force from now on."""
+
+    def put(gateway: Gateway, fields: Partial) -> None:
+        gateway.keeper.resolved = Resolved(with_fields(Policy(), fields), {})
+        gateway.endpoints.policy_changed()
+
+    return put

@@ -48,7 +48,7 @@ class Running:
             )
         )
 
-    def accept(self, *, prompt_tokens: int = 3) -> None:
+    def accept(self, *, prompt_tokens: int = 3, resumable: bool = True, started: bool = True) -> None:
         self.event(
             m.Accepted(
                 self.start.request_id,
@@ -57,8 +57,9 @@ class Running:
                 0,
                 prompt_tokens,
                 b"",
-                True,
+                resumable,
                 self.worker.model,
+                started,
             )
         )
 
@@ -126,11 +127,13 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
         self.node_id = node_id
         self.model = model
         self.script = script
-        self.silent = False
+        self.silent = self.hung = self.draining = False
+        self.credits: inference_pb2.Credits | None = None
         self.load = m.Load()
         self.heard: list[inference_pb2.AttachRequest] = []
         self.running: dict[str, Running] = {}
         self.address = ""
+        self.death: asyncio.Task[None] | None = None
         self._heard_more = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self._links: set[_Link] = set()
@@ -187,7 +190,15 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
                 step_no += 1
                 pieces, link.pieces = link.pieces, []
                 yield inference_pb2.AttachResponse(
-                    step=inference_pb2.Step(step_no=step_no, load=codec.encode_load(self.load), pieces=pieces)
+                    step=inference_pb2.Step(
+                        step_no=step_no,
+                        load=codec.encode_load(self.load),
+                        credits=self.credits,
+                        pieces=pieces,
+                        hung=self.hung,
+                        draining=self.draining,
+                        starts=sum(e.WhichOneof("event") == "start" for e in self.heard),
+                    )
                 )
         finally:
             self._links.discard(link)

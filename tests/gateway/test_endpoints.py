@@ -45,7 +45,7 @@ async def test_a_worker_in_the_view_is_reached_and_serves_its_model(start_worker
         endpoints.on_fleet(a_view(worker))
         await until(lambda: endpoints.can_serve)
         assert endpoints.models() == {"m": 2048}
-        assert [c.node_id for c in endpoints.candidates()] == ["w0"]
+        assert [e.node_id for e in endpoints.serving()] == ["w0"]
 
 
 @pytest.mark.parametrize("state", ["STARTING", "DRAINING", "HUNG"])
@@ -162,7 +162,7 @@ async def test_a_static_worker_that_the_view_names_too_keeps_one_link(start_work
         await until(lambda: endpoints.can_serve)
         endpoints.on_fleet(a_view(worker))
         endpoints.on_fleet(a_view())
-        assert len(endpoints.candidates()) == 1
+        assert len(endpoints.serving()) == 1
         assert worker.count("hello") == 1
     finally:
         await endpoints.close()

@@ -245,8 +245,9 @@ async def test_errors_are_the_clients_own_classes(world):
     assert limited.value.response.headers["retry-after"] == "2"
 
 
-async def test_an_error_after_the_stream_began_is_its_last_event(world):
-    client, worker, _ = world
+async def test_an_error_after_the_stream_began_is_its_last_event(world, policy):
+    client, worker, gateway = world
+    policy(gateway, {"resume.wait_ms": 50})
 
     async def breaking(r: Running) -> None:
         r.accept()

@@ -23,12 +23,9 @@ class Gateway:
     async def send(self, **event):
         await self.call.write(pb.AttachRequest(**event))
 
-    async def start(self, request_id, request=None, *, attempt=1, window=1000, timeout_ms=0):
-        await self.send(
-            start=pb.Start(
-                request_id=request_id, attempt=attempt, generate_request=request or a_request(), timeout_ms=timeout_ms
-            )
-        )
+    async def start(self, request_id, request=None, *, attempt=1, window=1000, **facts):
+        request = request or a_request()
+        await self.send(start=pb.Start(request_id=request_id, attempt=attempt, generate_request=request, **facts))
         if window:
             await self.send(window=pb.Window(request_id=request_id, attempt=attempt, n=window))
 
@@ -174,4 +171,55 @@ async def test_a_lost_gateway_leaves_nothing_behind(rig, gateway):
         await gateway.start(f"r{i}", a_request(max_tokens=4000), window=5000)
     await gateway.read()
     gateway.call.cancel()
+    await rig.idle()
+
+
+async def test_a_request_that_comes_from_another_worker_keeps_its_age_in_the_queue(rig, gateway):
+    await rig.obey({"batch.active": 1, "preemption.mode": "none", "admission.engine_queue": 0})
+    await gateway.start("runs", a_request(max_tokens=60))
+    while not gateway.tokens("runs"):
+        await gateway.read()
+    await gateway.start("young")
+    await gateway.start("old", age_ms=60_000)
+    await gateway.until_end("runs", "young", "old")
+    order = [p.request_id for step in gateway.steps for p in step.pieces if p.event.HasField("finish")]
+    assert order == ["runs", "old", "young"]
+
+
+async def test_a_gateway_hears_which_requests_the_engine_has(rig, gateway):
+    await rig.obey({"batch.active": 1, "preemption.mode": "none", "admission.engine_queue": 0})
+    await gateway.start("runs", a_request(max_tokens=30))
+    await gateway.start("waits")
+    await gateway.until_end("runs", "waits")
+    first, second = (gateway.pieces[name][0].event.accepted for name in ("runs", "waits"))
+    assert (first.started, second.started) == (True, False)
+    kinds = [p.event.WhichOneof("event") for p in gateway.pieces["waits"]]
+    assert kinds[:3] == ["accepted", "notice", "delta"]
+    assert gateway.pieces["waits"][1].event.notice.kind == pb.NOTICE_KIND_STARTED
+    assert "notice" not in [p.event.WhichOneof("event") for p in gateway.pieces["runs"]]
+
+
+async def test_credit_for_batch_is_what_the_engine_still_takes_and_starts_are_counted(rig, gateway):
+    await rig.obey({"batch.active": 4, "batch.hard_cap": 4, "admission.engine_queue": 1})
+    await gateway.read()  # from before
+    step = await gateway.read()
+    assert (step.credits.batch, step.starts) == (5, 0)
+    await gateway.start("b", a_request(max_tokens=3000, workload=pb.WORKLOAD_BATCH))
+    while step.starts < 1:
+        step = await gateway.read()
+    assert step.credits.batch == 4
+    assert step.credits.realtime > 4
+
+
+async def test_what_a_drain_sends_elsewhere_is_told_so_whether_it_runs_or_waits(rig, gateway):
+    await rig.obey({"batch.active": 1, "preemption.mode": "none", "admission.engine_queue": 0})
+    await gateway.start("runs", a_request(max_tokens=3000))
+    await gateway.start("waits")
+    while not gateway.tokens("runs") or not gateway.pieces["waits"]:
+        await gateway.read()
+    rig.serving.draining = True
+    assert await rig.steering.end_all(lambda: errors.Draining("this worker shuts down")) == 2
+    await gateway.until_end("runs", "waits")
+    assert [type(gateway.error(name)) for name in ("runs", "waits")] == [errors.Draining] * 2
+    assert gateway.steps[-1].draining
     await rig.idle()

@@ -37,7 +37,7 @@ def commands(rig):
 
 
 def untouched(rig):
-    return all((h.delta, h.isolated, h.released) == (0, False, False) for h in rig.steering._held.values())
+    return all((h.delta, h.isolated, h.ended) == (0, False, None) for h in rig.steering._held.values())
 
 
 async def done(commands, command):

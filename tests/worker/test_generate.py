@@ -151,6 +151,16 @@ async def test_the_deadline_ends_the_stream_and_frees_the_engine(rig):
     await rig.idle()
 
 
+async def test_a_deadline_that_no_step_can_meet_is_refused_before_any_engine_work(rig, monkeypatch):
+    monkeypatch.setattr(rig.engine, "stats", lambda: {"step_constant_ms": 60_000.0})
+    before = rig.engine.pulse().step_no
+    code, details = await refused(rig.stub.Generate(a_request(), timeout=20))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "a step of this engine takes 60000" in str(details)
+    assert rig.engine.pulse().step_no == before
+    await collect(rig.stub.Generate(a_request(), timeout=90))
+
+
 async def test_stop_strings_end_the_stream_at_the_right_byte(rig):
     _, _, whole, _ = await collect(rig.stub.Generate(a_request("p", max_tokens=200)))
     request = a_request("p", max_tokens=200)

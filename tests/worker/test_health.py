@@ -30,6 +30,33 @@ async def test_states_follow_progress(rig):
     call.cancel()
 
 
+async def test_a_hung_engine_whose_work_has_gone_elsewhere_is_hung_until_it_shows_life(rig):
+    now, answered = 1000.0, asyncio.Event()
+    rig.engine.ping = answered.wait
+    rig.engine.owes = lambda: 1
+    rig.engine.pulse = lambda: Pulse(5, begun=now, predicted_ms=10.0, ended=True)  # stuck between two steps
+    assert rig.health.judge(now) is NodeState.SERVING
+    assert rig.health.judge(now + 2.1) is NodeState.HUNG
+    rig.engine.owes = lambda: 0
+    for later in (2.6, 3.1, 60.0):
+        assert rig.health.judge(now + later) is NodeState.HUNG
+        await asyncio.sleep(0)
+    answered.set()
+    async with asyncio.timeout(20):
+        while rig.health.judge(now + 61.0) is NodeState.HUNG:
+            await asyncio.sleep(0)
+    assert rig.health.judge(now + 99.0) is NodeState.SERVING
+
+
+async def test_a_step_in_flight_that_overstays_is_hung_with_or_without_work(rig):
+    rig.engine.owes = lambda: 0
+    rig.engine.pulse = lambda: Pulse(5, begun=1000.0, predicted_ms=10.0, ended=False)
+    assert rig.health.judge(1001.9) is NodeState.SERVING
+    assert rig.health.judge(1002.1) is NodeState.HUNG
+    rig.engine.pulse = lambda: Pulse(5, begun=1000.0, predicted_ms=10.0, ended=True)
+    assert rig.health.judge(1003.0) is NodeState.SERVING
+
+
 async def test_a_client_that_reads_nothing_is_no_stuck_engine(rig):
     call = rig.stub.Generate(a_request(max_tokens=200))
     await call.read()

@@ -17,6 +17,7 @@ def encode_accepted(x: m.Accepted) -> inference_pb2.Accepted:
         prompt_digest=x.prompt_digest,
         resumable=x.resumable,
         model=x.model,
+        started=x.started,
     )
 
 
@@ -30,6 +31,7 @@ def decode_accepted(pb: inference_pb2.Accepted) -> m.Accepted:
         pb.prompt_digest,
         pb.resumable,
         pb.model,
+        pb.started,
     )
 
 

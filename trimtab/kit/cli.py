@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +22,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 WIDTH = 80
+KEY = "TRIMTAB_KEY"
 
 
 class ExitCode(enum.IntEnum):
@@ -99,6 +101,11 @@ def control_option(function: F) -> F:
 def gateway_option(function: F) -> F:
     text = "Gateway. [default: TRIMTAB_GATEWAY, else the running `trimtab up`, else 127.0.0.1:7070]"
     return click.option("--gateway", metavar="HOST:PORT", help=text)(function)
+
+
+def own_key() -> str:
+    """With which the verbs call a gateway that wants one: TRIMTAB_KEY, or ""."""
+    return os.environ.get(KEY, "").strip()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:

@@ -1258,3 +1258,355 @@ class NodeSteered(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeSteered: _TypeAlias = NodeSteered  # noqa: Y015
+
+@_typing.final
+class ListBreakersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBreakersRequest: _TypeAlias = ListBreakersRequest  # noqa: Y015
+
+@_typing.final
+class ListBreakersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBreaker]:
+        """Workers by node id: those of the fleet, and those that an operator has decided on and that are gone."""
+
+    @_builtins.property
+    def store(self) -> Global___StoreState: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerBreaker] | None = ...,
+        store: Global___StoreState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBreakersResponse: _TypeAlias = ListBreakersResponse  # noqa: Y015
+
+@_typing.final
+class WorkerBreaker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    TRIP_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    incarnation: _builtins.str
+    """Empty for one that is gone."""
+    connected: _builtins.bool
+    @_builtins.property
+    def trip(self) -> Global___BreakerTrip:
+        """The newest, over or not; absent when no gateway has opened its breaker on this incarnation."""
+
+    @_builtins.property
+    def forced(self) -> Global___ForcedBreaker:
+        """Absent when nothing is forced."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        trip: Global___BreakerTrip | None = ...,
+        forced: Global___ForcedBreaker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forced", b"forced", "trip", b"trip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "forced", b"forced", "incarnation", b"incarnation", "node_id", b"node_id", "trip", b"trip"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerBreaker: _TypeAlias = WorkerBreaker  # noqa: Y015
+
+@_typing.final
+class BreakerTrip(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    DIMENSION_FIELD_NUMBER: _builtins.int
+    BECAUSE_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    OPEN_MS_FIELD_NUMBER: _builtins.int
+    TRIPS_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    dimension: _builtins.str
+    """errors, latency or hung."""
+    because: _builtins.str
+    at_unix_ms: _builtins.int
+    """On the clock of the replica that heard of it."""
+    open_ms: _builtins.int
+    """Until that gateway tries again; 0 once it does."""
+    trips: _builtins.int
+    """This incarnation's, at all gateways, this one included."""
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        dimension: _builtins.str = ...,
+        because: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        open_ms: _builtins.int = ...,
+        trips: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "because", b"because", "dimension", b"dimension", "gateway_id", b"gateway_id", "open_ms", b"open_ms", "trips", b"trips"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BreakerTrip: _TypeAlias = BreakerTrip  # noqa: Y015
+
+@_typing.final
+class ForcedBreaker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORCED_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_UNIX_MS_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    forced: _control_pb2.BreakerForce.ValueType
+    at_unix_ms: _builtins.int
+    until_unix_ms: _builtins.int
+    author: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        forced: _control_pb2.BreakerForce.ValueType = ...,
+        at_unix_ms: _builtins.int = ...,
+        until_unix_ms: _builtins.int = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "author", b"author", "forced", b"forced", "reason", b"reason", "until_unix_ms", b"until_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForcedBreaker: _TypeAlias = ForcedBreaker  # noqa: Y015
+
+@_typing.final
+class ForceBreakerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    FOR_MS_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    forced: _control_pb2.BreakerForce.ValueType
+    """Unspecified takes back what was forced."""
+    for_ms: _builtins.int
+    """0 means 10 minutes; at most 24 hours."""
+    author: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        forced: _control_pb2.BreakerForce.ValueType = ...,
+        for_ms: _builtins.int = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "for_ms", b"for_ms", "forced", b"forced", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceBreakerRequest: _TypeAlias = ForceBreakerRequest  # noqa: Y015
+
+@_typing.final
+class ForceBreakerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """False when nothing was forced, so that there was nothing to take back."""
+    @_builtins.property
+    def worker(self) -> Global___WorkerBreaker: ...
+    def __init__(
+        self,
+        *,
+        worker: Global___WorkerBreaker | None = ...,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceBreakerResponse: _TypeAlias = ForceBreakerResponse  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    deadline_ms: _builtins.int
+    """Milliseconds that running requests get before they are handed on; 0 means none."""
+    author: _builtins.str
+    reason: _builtins.str
+    local: _builtins.bool
+    """Only where the node is connected to the replica asked: what replicas ask of each other."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        local: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "deadline_ms", b"deadline_ms", "local", b"local", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """It takes no new work from now on, and ends."""
+    incarnation: _builtins.str
+    """The process that was meant; another under the same node id is not drained."""
+    reason: _builtins.str
+    """UPPER_SNAKE when not done. NO_ANSWER and LOST: it may have done it, or may still do it."""
+    message: _builtins.str
+    others: _builtins.int
+    """Other workers of its model that take work."""
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        incarnation: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        others: _builtins.int = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "message", b"message", "model", b"model", "others", b"others", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class ListActionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """At most this many, newest first; 0 means 20."""
+    node_id: _builtins.str
+    """Only what was done to this node, when set."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListActionsRequest: _TypeAlias = ListActionsRequest  # noqa: Y015
+
+@_typing.final
+class ListActionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAction]: ...
+    def __init__(
+        self,
+        *,
+        actions: _abc.Iterable[Global___NodeAction] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListActionsResponse: _TypeAlias = ListActionsResponse  # noqa: Y015
+
+@_typing.final
+class NodeAction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    what: _builtins.str
+    """In words, such as "breaker open for 10m"."""
+    author: _builtins.str
+    reason: _builtins.str
+    at_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        what: _builtins.str = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "author", b"author", "node_id", b"node_id", "reason", b"reason", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeAction: _TypeAlias = NodeAction  # noqa: Y015

@@ -89,6 +89,26 @@ class AdminServiceStub:
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.FromString,
                 _registered_method=True)
+        self.ListBreakers = channel.unary_unary(
+                '/trimtab.v1.AdminService/ListBreakers',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ListBreakersRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListBreakersResponse.FromString,
+                _registered_method=True)
+        self.ForceBreaker = channel.unary_unary(
+                '/trimtab.v1.AdminService/ForceBreaker',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ForceBreakerRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ForceBreakerResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/trimtab.v1.AdminService/DrainNode',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.ListActions = channel.unary_unary(
+                '/trimtab.v1.AdminService/ListActions',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -167,6 +187,34 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBreakers(self, request, context):
+        """Of every worker: what gateways said of it last, and what an operator has decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForceBreaker(self, request, context):
+        """What all gateways make of a worker until the time is over, whatever they have seen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """A worker takes no new work, ends or hands on what it has, and ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListActions(self, request, context):
+        """What people did to nodes: breakers that were forced, drains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +272,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WhoAmI,
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.SerializeToString,
+            ),
+            'ListBreakers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBreakers,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListBreakersRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ListBreakersResponse.SerializeToString,
+            ),
+            'ForceBreaker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForceBreaker,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ForceBreakerRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ForceBreakerResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'ListActions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListActions,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -523,6 +591,114 @@ class AdminService:
             '/trimtab.v1.AdminService/WhoAmI',
             trimtab_dot_v1_dot_admin__pb2.WhoAmIRequest.SerializeToString,
             trimtab_dot_v1_dot_admin__pb2.WhoAmIResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBreakers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ListBreakers',
+            trimtab_dot_v1_dot_admin__pb2.ListBreakersRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ListBreakersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForceBreaker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ForceBreaker',
+            trimtab_dot_v1_dot_admin__pb2.ForceBreakerRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ForceBreakerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/DrainNode',
+            trimtab_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListActions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ListActions',
+            trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,14 @@ class AdminServiceStub:
     """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
     WhoAmI: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]
     """Whom the control plane takes the caller for."""
+    ListBreakers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListBreakersRequest, _admin_pb2.ListBreakersResponse]
+    """Of every worker: what gateways said of it last, and what an operator has decided."""
+    ForceBreaker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForceBreakerRequest, _admin_pb2.ForceBreakerResponse]
+    """What all gateways make of a worker until the time is over, whatever they have seen."""
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.DrainNodeResponse]
+    """A worker takes no new work, ends or hands on what it has, and ends."""
+    ListActions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]
+    """What people did to nodes: breakers that were forced, drains."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -71,6 +79,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
     WhoAmI: _aio.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]  # type: ignore[assignment]
     """Whom the control plane takes the caller for."""
+    ListBreakers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListBreakersRequest, _admin_pb2.ListBreakersResponse]  # type: ignore[assignment]
+    """Of every worker: what gateways said of it last, and what an operator has decided."""
+    ForceBreaker: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForceBreakerRequest, _admin_pb2.ForceBreakerResponse]  # type: ignore[assignment]
+    """What all gateways make of a worker until the time is over, whatever they have seen."""
+    DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """A worker takes no new work, ends or hands on what it has, and ends."""
+    ListActions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]  # type: ignore[assignment]
+    """What people did to nodes: breakers that were forced, drains."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -156,5 +172,37 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WhoAmIResponse, _abc.Awaitable[_admin_pb2.WhoAmIResponse]]:
         """Whom the control plane takes the caller for."""
+
+    @_abc_1.abstractmethod
+    def ListBreakers(
+        self,
+        request: _admin_pb2.ListBreakersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListBreakersResponse, _abc.Awaitable[_admin_pb2.ListBreakersResponse]]:
+        """Of every worker: what gateways said of it last, and what an operator has decided."""
+
+    @_abc_1.abstractmethod
+    def ForceBreaker(
+        self,
+        request: _admin_pb2.ForceBreakerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForceBreakerResponse, _abc.Awaitable[_admin_pb2.ForceBreakerResponse]]:
+        """What all gateways make of a worker until the time is over, whatever they have seen."""
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _admin_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainNodeResponse, _abc.Awaitable[_admin_pb2.DrainNodeResponse]]:
+        """A worker takes no new work, ends or hands on what it has, and ends."""
+
+    @_abc_1.abstractmethod
+    def ListActions(
+        self,
+        request: _admin_pb2.ListActionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListActionsResponse, _abc.Awaitable[_admin_pb2.ListActionsResponse]]:
+        """What people did to nodes: breakers that were forced, drains."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -61,6 +61,27 @@ NODE_STATE_HUNG: NodeState.ValueType  # 4
 """Work is scheduled and no engine step has ended in time."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
+class _BreakerForce:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BreakerForceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerForce.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BREAKER_FORCE_UNSPECIFIED: _BreakerForce.ValueType  # 0
+    BREAKER_FORCE_OPEN: _BreakerForce.ValueType  # 1
+    """No requests go there."""
+    BREAKER_FORCE_CLOSED: _BreakerForce.ValueType  # 2
+    """Requests go there whatever gateways have seen."""
+
+class BreakerForce(_BreakerForce, metaclass=_BreakerForceEnumTypeWrapper): ...
+
+BREAKER_FORCE_UNSPECIFIED: BreakerForce.ValueType  # 0
+BREAKER_FORCE_OPEN: BreakerForce.ValueType  # 1
+"""No requests go there."""
+BREAKER_FORCE_CLOSED: BreakerForce.ValueType  # 2
+"""Requests go there whatever gateways have seen."""
+Global___BreakerForce: _TypeAlias = BreakerForce  # noqa: Y015
+
 @_typing.final
 class ConnectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -435,25 +456,35 @@ Global___NodeEvent: _TypeAlias = NodeEvent  # noqa: Y015
 
 @_typing.final
 class BreakerTripped(_message.Message):
+    """A gateway has opened its breaker on a worker."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     DIMENSION_FIELD_NUMBER: _builtins.int
     OPEN_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    BECAUSE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     dimension: _builtins.str
     """What it opened on: errors, latency or hung."""
     open_ms: _builtins.int
+    incarnation: _builtins.str
+    """Of the worker; a new one is not blamed for what an old one did."""
+    because: _builtins.str
+    """In words, with the figures."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         dimension: _builtins.str = ...,
         open_ms: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "node_id", b"node_id", "open_ms", b"open_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["because", b"because", "dimension", b"dimension", "incarnation", b"incarnation", "node_id", b"node_id", "open_ms", b"open_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -879,6 +910,7 @@ class FleetWorker(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
@@ -889,6 +921,10 @@ class FleetWorker(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def limits(self) -> Global___EngineLimits: ...
+    @_builtins.property
+    def breaker(self) -> Global___BreakerNotice:
+        """What other gateways, or an operator, say of it; absent when nobody says anything."""
+
     def __init__(
         self,
         *,
@@ -900,11 +936,55 @@ class FleetWorker(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         limits: Global___EngineLimits | None = ...,
         state: Global___NodeState.ValueType = ...,
+        breaker: Global___BreakerNotice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "model", b"model", "node_id", b"node_id", "pool", b"pool", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "model", b"model", "node_id", b"node_id", "pool", b"pool", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
+
+@_typing.final
+class BreakerNotice(_message.Message):
+    """The newest trip of a worker's breaker at any gateway, and what an operator has decided."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    DIMENSION_FIELD_NUMBER: _builtins.int
+    TRIP_FIELD_NUMBER: _builtins.int
+    OPEN_MS_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    FORCED_MS_FIELD_NUMBER: _builtins.int
+    BECAUSE_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """Who opened it; it does not listen to itself."""
+    dimension: _builtins.str
+    trip: _builtins.int
+    """Rises with each trip of this worker; one that was heard is not heard again."""
+    open_ms: _builtins.int
+    """Left when this was sent."""
+    forced: Global___BreakerForce.ValueType
+    forced_ms: _builtins.int
+    """Left of it when this was sent."""
+    because: _builtins.str
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        dimension: _builtins.str = ...,
+        trip: _builtins.int = ...,
+        open_ms: _builtins.int = ...,
+        forced: Global___BreakerForce.ValueType = ...,
+        forced_ms: _builtins.int = ...,
+        because: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["because", b"because", "dimension", b"dimension", "forced", b"forced", "forced_ms", b"forced_ms", "gateway_id", b"gateway_id", "open_ms", b"open_ms", "trip", b"trip"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BreakerNotice: _TypeAlias = BreakerNotice  # noqa: Y015

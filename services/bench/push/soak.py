@@ -20,6 +20,7 @@ from services.bench.options import Options
 from services.bench.processes import BenchError
 from services.bench.progress import progress
 from services.bench.push.course import Plane, herd, plane
+from services.bench.push.store import used_kb
 from services.bench.report import Report, command, machine
 from services.bench.stats import Bound, Estimate, quantile
 from trimtab.kit.cli import ExitCode, table
@@ -31,6 +32,8 @@ FILL_PUTS = 8600
 SAMPLE_S = 2.0
 SETTLED = 0.25
 """The first quarter of the samples does not count: allocators and caches find their size."""
+USED = "used_memory"
+"""What the store has allocated by its own count: what it holds grows where this does, and its allocator's gaps where the process alone does."""
 BATCHES = 8
 """The rest is cut into so many stretches; the slope's interval is from theirs, since neighbouring samples share their noise."""
 GOAL_KB_PER_MINUTE = 20.0
@@ -39,7 +42,7 @@ GOAL_KB_PER_MINUTE = 20.0
 
 @dataclass(slots=True)
 class Watched:
-    """One process's resident memory, in KB at seconds."""
+    """One process's resident memory, or USED, in KB at seconds."""
 
     name: str
     samples: list[tuple[float, float]] = field(default_factory=list)
@@ -90,6 +93,8 @@ async def run(options: Options) -> Report:
                     held = f"{NODES - saw['missing']} of {NODES} nodes held the last of {puts} versions"
                     notes.append(f"at its end {held}; steps back: {saw['backwards']}")
                     at.processes.check()
+                    if sampler.done():
+                        sampler.result()
                 finally:
                     sampler.cancel()
         except asyncio.CancelledError:
@@ -105,12 +110,15 @@ async def run(options: Options) -> Report:
 
 
 async def _sample(at: Plane, watched: dict[str, Watched], begun: float) -> None:
+    def add(name: str, kb: float) -> None:
+        watched.setdefault(name, Watched(name)).samples.append((time.monotonic() - begun, kb))
+
     while True:
         for name, child in at.processes.children.items():
-            kb = psutil.Process(child.process.pid).memory_info().rss / 1024
-            watched.setdefault(name, Watched(name)).samples.append((time.monotonic() - begun, kb))
-        mine = psutil.Process(os.getpid()).memory_info().rss / 1024
-        watched.setdefault("this client", Watched("this client")).samples.append((time.monotonic() - begun, mine))
+            add(name, psutil.Process(child.process.pid).memory_info().rss / 1024)
+            if name == "store":
+                add(USED, await used_kb(at.store_port))
+        add("this client", psutil.Process(os.getpid()).memory_info().rss / 1024)
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -148,4 +156,13 @@ def _sections(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         lines.append(
             (r["arm"], *(f"{r[k] / 1024:.1f}" for k in ("first_kb", "last_kb", "highest_kb")), slope, quartiles)
         )
-    return [("Resident memory", table(head, lines, right=(1, 2, 3, 4)))] if rows else []
+    return (
+        [
+            (
+                f"Resident memory; {USED}: what the store has allocated of its own, by its count",
+                table(head, lines, right=(1, 2, 3, 4)),
+            )
+        ]
+        if rows
+        else []
+    )

@@ -114,6 +114,9 @@ class Engine(Protocol):
     ) -> None:
         """Change requests that the engine has, from its next step on; unknown ids are passed over."""
 
+    async def ping(self) -> None:
+        """Returns once the engine has answered, between two steps; never when it is stuck."""
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that the engine has: their `generate` raises EngineFault."""
 

@@ -117,6 +117,9 @@ class SimulatedEngine:
     ) -> None:
         self._value.planner.steer(request_ids, delta=delta, isolated=isolated)
 
+    async def ping(self) -> None:
+        """It has no process of its own that could be stuck."""
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             if live := self._live.get(request_id):

@@ -269,6 +269,9 @@ class VllmEngine:
                 "trimtab_steer", {"request_ids": list(request_ids), **changes}
             )
 
+    async def ping(self) -> None:
+        await self._llm.engine_core.call_utility_async("trimtab_steer", {"request_ids": []})
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             await self._llm.abort(list(request_ids))

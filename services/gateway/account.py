@@ -25,9 +25,13 @@ class Account:
         self.first_token_at: float | None = None
         self.tokens = 0
         self.attempts = 0
+        self.resumes = 0
         self.worker = ""
         self.finish: Finish | None = None
         self.prompt_tokens = 0
+        self._last_token_at: float | None = None
+        self._cut_at: float | None = None
+        """When the last token came before a move whose first one has not."""
         self._request = request
         self._workload = workload
         self._metrics = metrics
@@ -55,9 +59,22 @@ class Account:
             attributes={"trimtab.worker": worker, "trimtab.attempt": self.attempts, "trimtab.pick": why},
         )
 
+    def moved(self, cause: str, *, begun: bool) -> None:
+        """It goes to another worker; `begun`: it goes on there in the middle of its output."""
+        if begun:
+            self.resumes += 1
+            self._cut_at = self._last_token_at
+            self._metrics.resumed(cause)
+
     def delivered(self, tokens: int) -> None:
-        if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
+        now = time.monotonic()
+        if tokens:
+            if self.first_token_at is None:
+                self.first_token_at = now
+            if self._cut_at is not None:
+                self._metrics.resume_gap(now - self._cut_at)
+                self._cut_at = None
+            self._last_token_at = now
         self.tokens += tokens
 
     def close(self, error: BaseException | None) -> None:
@@ -83,11 +100,13 @@ class Account:
         self._metrics.finished(
             self._workload.value, outcome, reason, tokens=self.tokens, ttft_s=ttft_s, total_s=total_s
         )
+        self._metrics.used(self._request.tenant, outcome, prompt_tokens=self.prompt_tokens, output_tokens=self.tokens)
         log.info(
             "request",
             request_id=self._request.request_id,
             trace_id=self.trace_id,
             model=self._request.model,
+            tenant=self._request.tenant,
             workload=self._workload.value,
             worker=self.worker,
             outcome=outcome,
@@ -96,6 +115,7 @@ class Account:
             completion_tokens=self.tokens,
             total_ms=round(total_s * 1000.0, 1),
             attempts=self.attempts,
+            resumes=self.resumes,
             **facts,
         )
 
@@ -114,6 +134,7 @@ class Account:
             "gen_ai.response.id": r.request_id,
             "gen_ai.conversation.id": r.session_id or None,
             "trimtab.request_id": r.request_id,
+            "trimtab.tenant": r.tenant,
             "trimtab.workload": self._workload.value,
         }
         return {k: v for k, v in known.items() if v is not None}
