@@ -72,6 +72,8 @@ class Replica:
         self._now_unix_ms = now_unix_ms
         self._floor = Floor(Identity(), "")
         self._term = 0
+        self._unheard: Stored | None = None
+        """What was held here when a store was mended by somebody who had not heard of all of it: it goes back in."""
         self._behind = asyncio.Event()
         self._mending = asyncio.Lock()
 
@@ -121,10 +123,16 @@ class Replica:
                 },
                 trace_id=stored.traceparent[3:35],
             )
+            if (
+                held is not None
+                and stored.identity.epoch > held.identity.epoch
+                and stored.spec_version < held.spec_version
+            ):
+                self._unheard = max((held, self._unheard or held), key=lambda s: s.spec_version)
             self.newest.set(stored)
         if stored is not None:
             self._term = max(self._term, stored.term)
-        if stored is None or self._above(stored) is not None:
+        if stored is None or self._above(stored) is not None or self._knows_more_than(stored):
             self._behind.set()
 
     def _floors(self) -> tuple[Floor, Floor]:
@@ -135,6 +143,12 @@ class Replica:
     def _above(self, stored: Stored | None) -> Floor | None:
         """The highest of them that the store is behind of, or in whose place it holds something else."""
         return max((f for f in self._floors() if f.above(stored)), key=lambda f: f.identity, default=None)
+
+    def _knows_more_than(self, stored: Stored) -> bool:
+        """Whether people wrote more than this holds, as was seen here before the store was mended."""
+        if self._unheard is not None and stored.spec_version >= self._unheard.spec_version:
+            self._unheard = None
+        return self._unheard is not None
 
     async def _mend_when_behind(self) -> None:
         while True:
@@ -167,14 +181,15 @@ class Replica:
             if self.newest.value is None:
                 raise
             return await self._mend(None, e.upon)
-        if found is not None and self._above(found) is None:
+        if found is not None and self._above(found) is None and not self._knows_more_than(found):
             return found
         return await self._mend(found, found.identity if found else Identity())
 
     async def _mend(self, found: Stored | None, upon: Identity) -> Stored:
         """The newest policy that is known, as it was written, under an epoch above everything that was seen. Moved when another replica was
         faster."""
-        known = max((s for s in (found, self.newest.value) if s), key=lambda s: s.identity, default=None)
+        held_here = [s for s in (found, self.newest.value) if s]
+        known = self._unheard or max(held_here, key=lambda s: s.identity, default=None)
         now = self._now_unix_ms()
         floor = self._above(found) or max(self._floors(), key=lambda f: f.identity)
         first = floor.identity == Identity()
@@ -184,8 +199,8 @@ class Replica:
             known.snapshot.document if known else Document(written_unix_ms=now),
             upon=upon,
             above=floor.identity.epoch,
-            spec_version=max((s.spec_version for s in (found, self.newest.value) if s), default=0),
-            reason="first start" if first else f"the store held {held}, {floor.holder} holds {floor.identity}",
+            spec_version=max((s.spec_version for s in (*held_here, self._unheard) if s), default=0),
+            reason="first start" if first else self._why(held, floor),
             now_unix_ms=now,
             term_floor=self._term,
         )
@@ -194,6 +209,11 @@ class Replica:
                 "store was behind", found=held, held=str(floor.identity), by=floor.holder, now=str(stored.identity)
             )
         return stored
+
+    def _why(self, held: str, floor: Floor) -> str:
+        if self._unheard is not None:
+            return f"the store was mended as {held} by somebody who had not heard of {self._unheard.identity}"
+        return f"the store held {held}, {floor.holder} holds {floor.identity}"
 
     async def write(
         self,

@@ -100,6 +100,13 @@ def gate(breaker: Breaker, now_ms: float) -> Gate:
             return Gate.PROBE if breaker.out + breaker.healed < breaker.quota else Gate.SHUT
 
 
+def doubtful(breaker: Breaker, now_ms: float) -> bool:
+    """It is shut, if it is, for being slow or by another gateway's word: where there is nobody else, that is no reason to refuse."""
+    if breaker.forced is not None and now_ms < breaker.forced.until_ms:
+        return False
+    return breaker.phase is not Phase.CLOSED and breaker.dimension in (Dimension.LATENCY, Dimension.FOREIGN)
+
+
 def retry_after_ms(breaker: Breaker, now_ms: float) -> float:
     """Until it may let something through."""
     if breaker.forced is not None and now_ms < breaker.forced.until_ms:

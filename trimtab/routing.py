@@ -57,6 +57,8 @@ class Candidate:
     isolates: bool = False
     open_ms: float = 0.0
     """Until its breaker may let something through."""
+    doubtful: bool = False
+    """Its breaker is shut for being slow, or by hearsay: better than nobody."""
 
     @property
     def work_tokens(self) -> int:
@@ -128,6 +130,8 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
         if len(able) < DRAWN:
             able = [c for c in fleet if _able(c, want)]
     if not able:
+        able = [c for c in fleet if c.doubtful and _able(c, want, doubtful=True)]
+    if not able:
         raise _nobody(fleet, want)
     able = _preferred(able, want)
     least = min(c.work_tokens for c in able)
@@ -144,8 +148,9 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
     return Pick(chosen.node_id, why, chosen.gate is Gate.PROBE)
 
 
-def _able(c: Candidate, want: Want) -> bool:
-    if not c.serving or c.gate is Gate.SHUT or c.room < 1 or (c.node_id, c.life) in want.avoid:
+def _able(c: Candidate, want: Want, *, doubtful: bool = False) -> bool:
+    shut = c.gate is Gate.SHUT and not doubtful
+    if not c.serving or shut or c.room < 1 or (c.node_id, c.life) in want.avoid:
         return False
     return want.need is Need.ANY or c.isolates
 

@@ -74,7 +74,7 @@ async def run(options: DrillOptions) -> Report:
         "--max-step-tokens",
         "256",
     ]
-    policy = {"breaker.latency_factor": "0", "batch.active": "16", "batch.hard_cap": "12", "prefill.step_tokens": "256"}
+    policy = {"batch.active": "16", "batch.hard_cap": "12", "prefill.step_tokens": "256"}
     with progress(25.0 if options.quick else 200.0) as show:
         show.stage("starting a mesh of simulated engines")
         try:

@@ -96,7 +96,6 @@ def simulated(concurrency: int) -> Shape:
         "batch.hard_cap": room,
         "paths.realtime_max_running": room,
         # Whoever takes over the streams of others is slow for a moment, and so are all while processes start on two cores.
-        "breaker.latency_factor": "0",
     }
     return Shape(workers=3, gateways=2, flags=["--engine", "simulated", *flags], policy=policy)
 

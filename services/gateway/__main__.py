@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ log = structlog.get_logger(__name__)
 
 EXIT_USAGE = 2
 HEALTH_INTERVAL_S = 0.2
+LOOK_S = 0.05
 
 
 class Gateway:
@@ -70,7 +72,7 @@ class Gateway:
         self.admission = Admission(
             lambda: self.policy,
             self.metrics,
-            serving=lambda: len(self.endpoints.serving()),
+            serving=self._serving_now,
             realtime_use=self._realtime_use,
         )
         self.dispatch = Dispatch(
@@ -82,6 +84,7 @@ class Gateway:
             deadline_s={Workload.REALTIME: s.realtime_deadline_s, Workload.BATCH: s.batch_deadline_s},
         )
         self._link: ControlLink | None = None
+        self._looked_at, self._used, self._serving = 0.0, 0.0, 0
         self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up)
         self.health = aio.HealthServicer()
         self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
@@ -162,9 +165,20 @@ class Gateway:
         return self.keeper.resolved_for(Node("", pool)).isolate.action != Isolation.POOL
 
     def _realtime_use(self) -> float:
-        bound = scheduling.handover_bound(self.policy, Workload.REALTIME) + self.policy.admission.realtime_queue
-        rooms = [e.room(Workload.REALTIME) for e in self.endpoints.serving()]
-        return max(0.0, 1.0 - max(rooms, default=bound) / max(1, bound))
+        """As it was at most `LOOK_S` ago: among many workers a look costs more than a request is worth."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            bound = scheduling.handover_bound(self.policy, Workload.REALTIME) + self.policy.admission.realtime_queue
+            serving = self.endpoints.serving()
+            rooms = [e.room(Workload.REALTIME) for e in serving]
+            self._serving = len(serving)
+            self._used = max(0.0, 1.0 - max(rooms, default=bound) / max(1, bound))
+        return self._used
+
+    def _serving_now(self) -> int:
+        self._realtime_use()
+        return self._serving
 
     def _tell_trip(self, endpoint: Endpoint, trip: Trip) -> None:
         """Others hear of it at once."""

@@ -63,7 +63,8 @@ class Attempt:
         self.stream.close(superseded=superseded)
         outcome = Outcome.UNKNOWN
         if isinstance(error, TrimtabError):
-            outcome = error.outcome
+            many = self.stream.one_of_many and isinstance(error, EngineDead)
+            outcome = Outcome.UNKNOWN if many else error.outcome
             telemetry.fail(self._span, error, error.reason)
         elif finished:
             outcome = Outcome.OK

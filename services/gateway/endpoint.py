@@ -133,6 +133,7 @@ class Endpoint:
             self.room(workload),
             self.isolates,
             self.guard.retry_after_ms(now_ms),
+            self.guard.doubtful(now_ms),
         )
 
     def open(
@@ -311,18 +312,20 @@ class Endpoint:
             log.info("worker moves again", worker=self.node_id)
             return
         log.warning("worker hung", worker=self.node_id, open=len(self._streams))
-        for stream in self._blame():
+        for stream in self._blame(told=True):
             stream.fail(EngineDead(f"the engine of worker {self.node_id} is hung"))
         self.guard.hung(time.monotonic() * 1000.0)
 
-    def _blame(self) -> list[Stream]:
-        """All open requests, each with its share of suspicion for what has just become of the worker."""
+    def _blame(self, *, told: bool = False) -> list[Stream]:
+        """All open requests, each with its share of suspicion for what has just become of the worker; one of them tells the breaker of it,
+        unless it is `told`.
+        """
         streams = list(self._streams.values())
         running = [s for s in streams if s.started and not s.ended]
         begun = sum(not s.gained for s in running)
         for s in streams:
             if not s.judged:
-                s.judged = True
+                s.judged, s.one_of_many, told = True, told, True
                 s.suspects = resuming.blamed(
                     started=s.started, gained=s.gained, begun_there=begun, running_there=len(running)
                 )

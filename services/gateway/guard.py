@@ -28,6 +28,9 @@ class Guard:
     def gate(self, now_ms: float) -> breaking.Gate:
         return breaking.gate(self.state, now_ms)
 
+    def doubtful(self, now_ms: float) -> bool:
+        return breaking.doubtful(self.state, now_ms)
+
     def retry_after_ms(self, now_ms: float) -> float:
         return breaking.retry_after_ms(self.state, now_ms)
 

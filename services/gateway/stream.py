@@ -27,6 +27,7 @@ class Stream:
         "ended",
         "gained",
         "judged",
+        "one_of_many",
         "request_id",
         "started",
         "suspects",
@@ -48,6 +49,8 @@ class Stream:
         """When the worker died: as `resuming.blamed` has it."""
         self.judged = False
         """Whether `suspects` is said: it is not said anew as one after the other hears of the same death."""
+        self.one_of_many = False
+        """It ended by a death that another one has told of: a worker that dies once has failed once, however many it had."""
         self._way = way
         self._events: list[inference_pb2.GenerateResponse] = []
         self._error: TrimtabError | None = None

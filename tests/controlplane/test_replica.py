@@ -72,3 +72,39 @@ async def test_a_store_that_holds_other_content_in_the_place_of_what_was_handed_
     assert after.identity.epoch == 2
     assert after.snapshot.document == theirs.snapshot.document
     assert replica.newest.value == after
+
+
+async def test_what_one_replica_alone_has_heard_of_goes_back_into_a_store_that_another_one_mended() -> None:
+    """The store is emptied, and who knows less is back first."""
+    store = MemoryStore()
+    one, other = Replica(store), Replica(store)
+    await one.write(set_fields({"batch.active": "8"}), lambda: (), author="ada", reason="")
+    before = await other._current()
+    await one.write(set_fields({"batch.active": "9"}), lambda: (), author="ada", reason="")
+    alone = one.newest.value
+    assert alone is not None and other.newest.value == before
+    store._stored.set(None)
+    mended = await other._current()
+    assert (mended.identity.epoch, mended.spec_version) == (2, before.spec_version)
+    one._take(mended)
+    after = await one._current()
+    assert after.identity.epoch == 3
+    assert after.snapshot.document == alone.snapshot.document
+    assert after.spec_version == alone.spec_version
+    assert "had not heard of" in after.reason
+    assert await one._current() == after  # and that is the end of it
+    other._take(after)
+    assert await other._current() == after
+
+
+async def test_a_person_who_writes_on_after_a_mend_is_not_overruled_by_what_is_older_or_as_old() -> None:
+    store = MemoryStore()
+    one, other = Replica(store), Replica(store)
+    await one.write(set_fields({"batch.active": "8"}), lambda: (), author="ada", reason="")
+    await other._current()
+    await one.write(set_fields({"batch.active": "9"}), lambda: (), author="ada", reason="")
+    store._stored.set(None)
+    await other._current()
+    await other.write(set_fields({"batch.active": "10"}), lambda: (), author="bob", reason="")
+    one._take(other.newest.value)
+    assert await one._current() == other.newest.value

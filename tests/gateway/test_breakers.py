@@ -140,3 +140,21 @@ async def test_an_operators_word_holds_while_the_view_has_it(start_worker, start
         await client_of(gateway).complete(a_request())
     gateway.endpoints.on_fleet(a_view(worker))
     assert (await client_of(gateway).complete(a_request()))[0] == "Hello world!"
+
+
+async def test_a_worker_that_dies_once_has_failed_once_however_many_requests_it_had(one):
+    worker, gateway, client = one
+
+    async def waits(r: Running) -> None:
+        r.accept()
+        await asyncio.Event().wait()
+
+    worker.script = waits
+    tasks = [asyncio.create_task(client.complete(a_request(request_id=f"r{i}"))) for i in range(30)]
+    await until(lambda: len(gateway.admission.live) == 30 and not any(gateway.admission.unaccepted.values()))
+    address, worker.script = worker.address, hello_world
+    await worker.die()
+    await until(lambda: not gateway.endpoints.can_serve)
+    await worker.start(address)
+    assert [(await task)[0] for task in tasks] == ["Hello world!"] * 30
+    assert phase(gateway, worker) is Phase.CLOSED

@@ -12,6 +12,7 @@ from trimtab.breaking import (
     Forced,
     Gate,
     Phase,
+    doubtful,
     force,
     foreign,
     gate,
@@ -167,6 +168,15 @@ def test_another_gateways_trip_makes_it_half_open_with_one_probe():
 
 def test_what_is_known_here_counts_for_more_than_what_others_say():
     assert foreign(opened(), "g1") == opened()
+
+
+def test_slow_ones_and_hearsay_are_doubtful_and_the_rest_is_not():
+    slow = Breaker(Phase.OPEN, Dimension.LATENCY, until_ms=1000.0)
+    assert doubtful(slow, 0.0)
+    assert doubtful(foreign(Breaker(), "g1"), 0.0)
+    assert not doubtful(opened(), 0.0)
+    assert not doubtful(Breaker(), 0.0)
+    assert not doubtful(force(slow, Forced(closed=False, until_ms=500.0)), 0.0)
 
 
 def test_an_operators_word_stands_above_all_until_it_expires():

@@ -97,6 +97,16 @@ def test_a_half_open_worker_gets_its_probe():
     assert (found.node_id, found.probe) == ("w1", True)
 
 
+def test_a_doubtful_worker_is_better_than_nobody_and_worse_than_anybody():
+    slow = a_worker("slow", gate=Gate.SHUT, doubtful=True, open_ms=900.0)
+    assert pick([slow, a_worker("w1", load=Load(running=50))], Want(), draw()).node_id == "w1"
+    assert pick([slow, a_worker("w1", serving=False)], Want(), draw()).node_id == "slow"
+    with pytest.raises(NoWorker):
+        pick([replace(slow, serving=False)], Want(), draw())
+    with pytest.raises(NoWorker):
+        pick([slow], Want(avoid={("slow", 1)}), draw())
+
+
 def test_an_isolation_pool_is_for_those_who_need_it():
     fleet = [a_worker("plain", load=Load(running=5)), a_worker("apart", isolates=True)]
     assert pick(fleet, Want(), draw()).node_id == "plain"
