@@ -28,6 +28,7 @@ class PerRequest(Endpoint):
         match message.WhichOneof("event"):
             case "start":
                 start = message.start
+                self._starts_sent -= 1  # it goes by no link, where the worker would count it
                 self._calls[start.request_id] = asyncio.create_task(self._generate(start))
             case "cancel":
                 self._calls.pop(message.cancel.request_id).cancel()
