@@ -148,7 +148,11 @@ class Link:
                     self._came(entry)
                     piece = inference_pb2.Piece(request_id=request_id, attempt=attempt, event=codec.encode_event(event))
                     tokens = len(event.token_ids) if isinstance(event, m.Delta) else 0
-                    self._offer(entry, piece, tokens)
+                    try:
+                        self._offer(entry, piece, tokens)
+                    except SlowReader as e:
+                        await events.athrow(e)  # told inside, it is what the request's own account says
+                        raise
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the output was complete")
         except TrimtabError as e:

@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 
 import pytest
+from prometheus_client import generate_latest
 
 from services.worker import attach
 from tests.worker.conftest import a_request
@@ -151,6 +152,9 @@ async def test_a_reader_without_window_is_buffered_then_ended_and_blocks_nobody(
     assert len(gateway.tokens("fast")) == 100
     assert gateway.tokens("slow") == []
     assert isinstance(gateway.error("slow"), errors.SlowReader)
+    ended = generate_latest(rig.metrics.registry).decode()
+    assert 'trimtab_worker_requests_total{outcome="back_pressure",workload="realtime"} 1.0' in ended
+    assert 'outcome="cancelled"' not in ended
 
 
 async def test_a_window_lets_buffered_tokens_go_in_order(rig, gateway):
