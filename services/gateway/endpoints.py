@@ -114,10 +114,6 @@ class Endpoints:
     def has_isolation_pool(self, model: str) -> bool:
         return any(e.isolates and e.model == model for e in self._members.values())
 
-    def breakers(self) -> Mapping[str, breaking.Breaker]:
-        """Each member's, by node id."""
-        return {e.node_id: e.guard.state for e in self._members.values()}
-
     def peers_median_ms(self, endpoint: Endpoint, now_ms: float) -> float | None:
         """Of first tokens, of those that serve the same model in the same pool, as it was at most `PEERS_MS` ago; None where too little is
         known of them or of itself, or where it is needed.
