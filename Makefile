@@ -11,7 +11,10 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup lock proto baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-long-prompt bench-push bench-soak bench-gateway bench-policy-latency drill-streams drill-leavers drill-burst clean clean-cache
+# Where tests look for promtool, beside PATH: this user's cache directory, as the converted model's is.
+PROMTOOL_DIR = $${TRIMTAB_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/trimtab}/prometheus
+
+.PHONY: help setup lock proto boards promtool baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-giants drill-inversion drill-silence clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
@@ -26,6 +29,16 @@ lock: ## resolve requirements/constraints*.txt anew
 
 proto: ## generate trimtab/v1 from protos/
 	@$(BIN)/python tools/generate.py
+
+boards: ## write deploy/grafana/*.json from their sources
+	@$(BIN)/python tools/boards.py
+
+promtool: ## fetch promtool (Debian's, 19 MB) into the user's cache directory: the tests of rules use it
+	@to="$(PROMTOOL_DIR)"; if test -x "$$to/promtool"; then echo "promtool: $$to/promtool is there"; exit 0; fi; \
+	  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || { echo 'promtool: no apt-get here; put promtool (2.42 or newer) on PATH' >&2; exit 1; }; \
+	  tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; cd "$$tmp"; apt-get download -qq prometheus 2>/dev/null \
+	    || { echo 'promtool: apt-get found no package prometheus; try apt-get update first' >&2; exit 1; }; \
+	  dpkg-deb -x prometheus_*.deb . && mkdir -p "$$to" && install usr/bin/promtool "$$to/promtool" && echo "promtool: $$to/promtool"
 
 baseline: ## take the protos as they are for what `make check` compares against
 	@$(BIN)/buf build -o protos/baseline.binpb
@@ -60,11 +73,17 @@ bench-mixed: setup ## realtime and batch on one engine, by FCFS, priority and ou
 bench-scheduler: setup ## what scheduling costs per engine step, without a model
 	@$(BIN)/trimtab bench scheduler $(ARGS)
 
+bench-reports: setup ## what measuring and reporting cost a worker
+	@$(BIN)/trimtab bench reports $(ARGS)
+
 bench-long-prompt: setup ## what one long prompt does to streams that decode beside it
 	@$(BIN)/trimtab bench long-prompt $(ARGS)
 
 bench-push: setup ## from a policy's put to its holding in up to a thousand nodes
 	@$(BIN)/trimtab bench push $(ARGS)
+
+bench-loops: setup ## a burst on a real mesh with the loops on and off, under our scheduler and under FCFS
+	@$(BIN)/trimtab bench loops $(ARGS)
 
 bench-soak: setup ## ten minutes of ten puts a second to 200 nodes: what every process's memory does
 	@$(BIN)/trimtab bench soak $(ARGS)
@@ -83,6 +102,24 @@ drill-leavers: setup ## ten thousand clients that leave in every phase
 
 drill-burst: setup ## four times as many realtime requests for a minute
 	@$(BIN)/trimtab drill burst $(ARGS)
+
+drill-leak: setup ## KV blocks that nobody gives back: the loop restarts the worker
+	@$(BIN)/trimtab drill leak $(ARGS)
+
+drill-hang: setup ## an engine that stops within a step: the loop restarts the worker
+	@$(BIN)/trimtab drill hang $(ARGS)
+
+drill-oom: setup ## an engine that runs out of memory, and one with too few KV blocks
+	@$(BIN)/trimtab drill oom $(ARGS)
+
+drill-giants: setup ## prompts of giant length in the mix: the loop keeps them apart
+	@$(BIN)/trimtab drill giants $(ARGS)
+
+drill-inversion: setup ## an engine that serves batch first: the loop tells it its policy again
+	@$(BIN)/trimtab drill inversion $(ARGS)
+
+drill-silence: setup ## a worker that serves and is not heard: no loop acts on a guess
+	@$(BIN)/trimtab drill silence $(ARGS)
 
 clean: ## remove build outputs and tool caches (.venv and the model stay)
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

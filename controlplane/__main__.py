@@ -60,12 +60,14 @@ def _usage(faults: list[str]) -> int:
 
 async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | None) -> None:
     """Until SIGTERM or SIGINT."""
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry
 
+    from controlplane.alerts import Alerts
     from controlplane.metrics import ControlMetrics
     from controlplane.server import ControlPlane
-    from trimtab.kit.process import die_with_parent, state_dir
+    from trimtab.kit.process import die_with_parent, spare_collections, state_dir
     from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken, use_tls
+    from trimtab.kit.scrape import serve_metrics
     from trimtab.kit.telemetry import setup_logging, setup_tracing
     from trimtab.kit.tls import warn
 
@@ -90,13 +92,15 @@ async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | N
         mesh=settings.mesh,
         tls=tls,
         access=access,
+        alerts=Alerts(settings.mesh, metrics, webhook=settings.alert_webhook, per_min=settings.alert_per_min),
     )
-    host, port = settings.metrics.rsplit(":", 1)
     try:
-        httpd, _ = start_http_server(int(port), host, metrics.registry)
+        httpd = serve_metrics(settings.metrics, metrics.registry)
     except OSError as e:
         raise PortTaken(port_taken(settings.metrics)) from e
     await plane.start()
+    spare_collections()
+    host = settings.metrics.rsplit(":", 1)[0]
     announcing = asyncio.create_task(_announce(plane, f"{host}:{httpd.server_port}", store))
     dying = asyncio.create_task(plane.failed())
     ended = asyncio.create_task(stopping.wait())

@@ -51,6 +51,9 @@ NEEDS: Mapping[str, Role] = {
     "GetFleet": Role.VIEWER,
     "ListBreakers": Role.VIEWER,
     "ListActions": Role.VIEWER,
+    "GetTelemetry": Role.VIEWER,
+    "ListReports": Role.VIEWER,
+    "GetScale": Role.VIEWER,
     "WhoAmI": Role.NONE,
     "SetPolicy": Role.OPERATOR,
     "ApplyPolicy": Role.OPERATOR,
@@ -58,6 +61,7 @@ NEEDS: Mapping[str, Role] = {
     "SteerRequests": Role.OPERATOR,
     "ForceBreaker": Role.OPERATOR,
     "DrainNode": Role.OPERATOR,
+    "ReloadNode": Role.OPERATOR,
 }
 """By method of AdminService; one that is not here needs an admin."""
 ROLES = {role.name.lower(): role for role in Role if role}

@@ -16,7 +16,7 @@ import click
 from trimtab.errors import PolicyRefused, TrimtabError
 from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
 from trimtab.policy import FIELDS, Field, Kind, field
-from trimtab.presets import BUDGET, BUDGET_TOKENS, small
+from trimtab.presets import BUDGET, BUDGET_TOKENS, ITL, SMALL, small
 from trimtab.snapshot import Scope, parse_scope
 
 if TYPE_CHECKING:
@@ -157,13 +157,13 @@ def set_(
 
 @policy.command("preset")
 @click.argument("name", metavar="small", type=click.Choice(["small"]))
-@click.option("--itl-budget-ms", type=int, metavar="N", help=f"{BUDGET} too. [default: it is left alone]")
+@click.option("--itl-budget-ms", type=int, metavar="N", help=f"{BUDGET} too, and {ITL}. [default: both are left alone]")
 @click.option("--dry-run", is_flag=True, help="Check and show; write nothing.")
 @control_option
 @json_option
 def preset(name: str, itl_budget_ms: int | None, dry_run: bool, control: str | None, as_json: bool) -> None:
     """Set the fields of a preset, over whatever they are now. `small` is for windows of up to 16384 tokens; `trimtab up` writes it by itself,
-    with a budget that it has measured.
+    with a budget and objectives that it has measured.
 
     Exit codes are those of `policy set`.
     """
@@ -177,17 +177,25 @@ def preset(name: str, itl_budget_ms: int | None, dry_run: bool, control: str | N
             fields, author=user(), reason=f"preset {name}", dry_run=dry_run, wait_ms=PRESET_WAIT_MS
         ),
     )
-    left_alone = [] if BUDGET in fields else [BUDGET]
+    left_alone = [path for path in SMALL if path not in fields]
     if as_json:
         echo_json({**render.set_json(answer, dry_run=dry_run), "preset": name, "left_alone": left_alone})
     else:
         click.echo(render.set_text(answer, dry_run=dry_run, waited=True))
-    if left_alone and not as_json:
-        click.echo(
-            f"  {BUDGET} is left alone; set it by --itl-budget-ms N,\n"
-            f"  {BUDGET_TOKENS} times the milliseconds from token to token of one stream alone"
-        )
+    if not as_json:
+        click.echo(_left_alone(left_alone))
     end_partial(answer)
+
+
+def _left_alone(fields: list[str]) -> str:
+    """What the preset did not set, and how to."""
+    if BUDGET not in fields:
+        return f"  left alone: {', '.join(fields)}"
+    return (
+        f"  {BUDGET} is left alone; set it by --itl-budget-ms N,\n"
+        f"  {BUDGET_TOKENS} times the milliseconds from token to token of one stream alone;\n"
+        f"  the objectives are left alone too"
+    )
 
 
 @policy.command("history")

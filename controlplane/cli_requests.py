@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from controlplane.cli import ask, user
+from controlplane.cli_workers import duration
 from trimtab.kit.cli import ExitCode, control_option, echo_json, json_option
+from trimtab.kit.duration import brief
 from trimtab.messages import RequestMatch, Workload
 from trimtab.policy import FIELDS
 
@@ -36,6 +38,13 @@ def _options(function: F) -> F:
             default=None,
             metavar="N",
             help="Those whose prompt has N tokens or more.",
+        ),
+        click.option(
+            "--older-than",
+            type=duration,
+            default=None,
+            metavar="SPAN",
+            help="Those that came to the mesh so long ago: 60s, 10m.",
         ),
         click.option("--tenant", default="", metavar="T", help="Those of this tenant."),
         click.option("--workload", type=click.Choice([w.value for w in Workload]), help="Those of this workload."),
@@ -156,8 +165,13 @@ def _match(given: dict[str, Any], missing: tuple[str, ...] = ()) -> RequestMatch
         Workload(given["workload"]) if given["workload"] else None,
         given["tenant"],
         given["min_prompt_tokens"] or 0,
+        given["older_than"] or 0,
     )
-    which = ("which requests: --id ID, --workload W, --tenant T or --min-prompt-tokens N",) if match.empty else ()
+    which = (
+        ("which requests: --id ID, --workload W, --tenant T, --min-prompt-tokens N or --older-than 60s",)
+        if match.empty
+        else ()
+    )
     why = () if given["reason"].strip() else ("why: --reason TEXT",)
     if faults := (*which, *missing, *why):
         raise click.UsageError(f"say {', and '.join(faults)}")
@@ -176,6 +190,8 @@ def _described(match: RequestMatch) -> str:
         words.append(f"of tenant {match.tenant!r}")
     if match.min_prompt_tokens:
         words.append(f"with a prompt of {match.min_prompt_tokens} tokens or more")
+    if match.min_age_ms:
+        words.append(f"older than {brief(match.min_age_ms)}")
     return " ".join(word for word in words if word)
 
 

@@ -145,11 +145,13 @@ def _force(ctx: click.Context, worker: str, forced: Any, for_ms: int, given: dic
     help="What runs may end by itself so long; then it goes on at another worker. 0s: at once.",
 )
 @click.option("--wait", is_flag=True, help="Until it is gone.")
+@click.option("--restart", is_flag=True, help="Have it started anew, by `trimtab up`, systemd or Kubernetes.")
 @_options
-def drain(worker: str, deadline_ms: int, wait: bool, **given: Any) -> None:
+def drain(worker: str, deadline_ms: int, wait: bool, restart: bool, **given: Any) -> None:
     """Take worker W out of the mesh: it takes no new work, what runs there ends or goes on at another worker, and its process ends.
 
-    `trimtab up` does not start it again. Streams go on without a token missing or twice, where another worker serves the model.
+    `trimtab up` does not start it again, unless --restart says so. Streams go on without a token missing or twice, where another worker
+    serves the model.
 
     Exit codes: 0 it drains (with --wait: it is gone), 2 usage or an unknown worker, 3 no control plane answers, 4 it is not connected or
     can't do it, 5 it gave no answer, or was still there when the wait was over.
@@ -160,7 +162,9 @@ def drain(worker: str, deadline_ms: int, wait: bool, **given: Any) -> None:
     within_s = deadline_ms / 1000 + ENDS_S
 
     async def draining(client: AdminClient) -> tuple[Any, bool | None]:
-        answer = await client.drain(worker, deadline_ms, author=given["author"] or user(), reason=given["reason"])
+        answer = await client.drain(
+            worker, deadline_ms, author=given["author"] or user(), reason=given["reason"], restart=restart
+        )
         if not answer.done or not wait:
             return answer, None
         return answer, await _gone(client, worker, answer.incarnation, within_s)
@@ -177,6 +181,32 @@ def drain(worker: str, deadline_ms: int, wait: bool, **given: Any) -> None:
     if gone is False:
         click.secho(f"error: {worker} is still there after {brief(within_s * 1000)}", fg="red", err=True)
     sys.exit(render.drain_code(answer, gone))
+
+
+@click.command()
+@click.argument("worker", metavar="W")
+@_options
+def reload(worker: str, **given: Any) -> None:
+    """Tell worker W's engine its policy anew: for one that schedules otherwise than its policy says (`trimtab doctor` finds such).
+
+    Exit codes: 0 done, 2 usage or an unknown worker, 3 no control plane answers, 4 it is not connected or can't do it, 5 it gave no answer.
+    """
+    from controlplane import render_workers as render
+
+    answer = ask(
+        given["control"],
+        given["as_json"],
+        lambda client: client.reload(worker, author=given["author"] or user(), reason=given["reason"]),
+    )
+    if given["as_json"]:
+        echo_json(
+            {"node_id": worker, "done": answer.done, "reason": answer.reason or None, "message": answer.message or None}
+        )
+    elif answer.done:
+        click.echo(f"{worker} has told its engine the policy anew")
+    if not answer.done:
+        click.secho(f"error: {worker} did not: {answer.reason}: {answer.message}", fg="red", err=True)
+    sys.exit(render.drain_code(answer, None))
 
 
 async def _gone(client: AdminClient, node_id: str, incarnation: str, within_s: float) -> bool:

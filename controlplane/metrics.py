@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from controlplane.breakers import DIMENSIONS
 
+TICK_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 CONVERGENCE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+MAX_POOLS = 200
+
+
+class PoolSize(Protocol):
+    """How many workers a pool wants and has, such as GetScale's `PoolScale`."""
+
+    @property
+    def pool(self) -> str: ...
+    @property
+    def wanted(self) -> int: ...
+    @property
+    def running(self) -> int: ...
 
 
 class ControlMetrics:
@@ -29,6 +47,8 @@ class ControlMetrics:
             ["result"],
             registry=registry,
         )
+        # There from the start: a counter that is new with its first refusal has not risen.
+        self.results.labels("refused")
         self.convergence = Histogram(
             "trimtab_control_push_convergence_seconds",
             "From a policy change, as this replica learnt of it, to a connected worker's answer that it is applied.",
@@ -47,7 +67,78 @@ class ControlMetrics:
             ["dimension"],
             registry=registry,
         )
+        self.alerts = Gauge(
+            "trimtab_control_alerts", "Alerts that last now, where this replica leads.", ["severity"], registry=registry
+        )
+        self.alert_webhook_failures = Counter(
+            "trimtab_control_alert_webhook_failures",
+            "Alerts that the webhook did not take, after all tries.",
+            registry=registry,
+        )
+        self.ticks = Histogram(
+            "trimtab_control_tick_seconds",
+            "What the leader's controllers took to look at the mesh and decide.",
+            buckets=TICK_BUCKETS_S,
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "trimtab_control_decisions",
+            "What controllers decided anew, by controller and by what came of it: done, failed, advised.",
+            ["controller", "outcome"],
+            registry=registry,
+        )
+        self.moves = Gauge(
+            "trimtab_control_adjustments", "Adjustments that live, by controller.", ["controller"], registry=registry
+        )
+        self.holds = Gauge(
+            "trimtab_control_holds",
+            "Inputs that a controller misses, so that it can't decide.",
+            ["controller"],
+            registry=registry,
+        )
+        self.leads = Gauge("trimtab_control_leader", "1 while this replica runs the controllers.", registry=registry)
+        self.desired_workers = Gauge(
+            "trimtab_control_desired_workers",
+            "Workers that a pool wants, where this replica leads.",
+            ["pool"],
+            registry=registry,
+        )
+        self.running_workers = Gauge(
+            "trimtab_control_running_workers", "Workers of it that are connected.", ["pool"], registry=registry
+        )
+        self._pools: set[str] = set()
         self.store_up = Gauge("trimtab_control_store_up", "1 while the policy store answers.", registry=registry)
+
+    def ticked(self, took_s: float) -> None:
+        self.ticks.observe(took_s)
+
+    def decided(self, controller: str, outcome: str) -> None:
+        self.decisions.labels(controller, outcome).inc()
+
+    def rested(self) -> None:
+        """This replica does not lead: what its controllers held and missed is nobody's now."""
+        self.leads.set(0)
+        self.moves.clear()
+        self.holds.clear()
+        self.scaled(())
+
+    def looped(self, *, moves: Mapping[str, int], holds: Mapping[str, int]) -> None:
+        """After each tick of the leader."""
+        for name, count in moves.items():
+            self.moves.labels(name).set(count)
+        for name, count in holds.items():
+            self.holds.labels(name).set(count)
 
     def tripped(self, dimension: str) -> None:
         self.trips.labels(dimension if dimension in DIMENSIONS else "other").inc()
+
+    def scaled(self, pools: Iterable[PoolSize]) -> None:
+        """The pools that there are; what was said of others is taken back. None: this replica does not lead."""
+        said = {p.pool: p for p in itertools.islice(pools, MAX_POOLS)}
+        for gone in self._pools - said.keys():
+            self.desired_workers.remove(gone)
+            self.running_workers.remove(gone)
+        for name, pool in said.items():
+            self.desired_workers.labels(name).set(pool.wanted)
+            self.running_workers.labels(name).set(pool.running)
+        self._pools = set(said)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,15 @@ class Peers:
             self._on_change()
         self.looked.set()
 
+    @property
+    def names(self) -> list[str]:
+        """The others', by replica id."""
+        return list(self._seen)
+
+    def leader(self) -> str | None:
+        """Which of the others leads, as they told it last."""
+        return next((s.replica_id for s in self.states() if s.leader), None)
+
     def states(self) -> list[admin_pb2.ReplicaState]:
         """The others, as they told it."""
         states = []
@@ -188,6 +197,10 @@ class Peers:
 
     async def ask(self, method: str, request: Any, *, within_s: float = ASK_S) -> dict[str, Any]:
         """Every other replica's answer to `method` of the admin service, or its error, by replica id."""
+        return await self.ask_each(method, dict.fromkeys(self._seen, request), within_s=within_s)
+
+    async def ask_each(self, method: str, requests: Mapping[str, Any], *, within_s: float = ASK_S) -> dict[str, Any]:
+        """The same, of those that are named, each with a request of its own."""
 
         async def one(name: str) -> Any:
             try:
@@ -195,7 +208,7 @@ class Peers:
                 if stub is None:
                     return Draining(f"replica {name} is gone")
                 # Where certificates don't say who asks, whoever asked this replica does.
-                return await getattr(stub, method)(request, timeout=within_s, metadata=credentials())
+                return await getattr(stub, method)(requests[name], timeout=within_s, metadata=credentials())
             except CertificateError as e:
                 # Certificates that are just being renewed.
                 return e
@@ -212,7 +225,7 @@ class Peers:
                     await self._hang_up(name)
                 return error
 
-        names = list(self._seen)
+        names = list(requests)
         answers = await asyncio.gather(*(one(name) for name in names))
         return dict(zip(names, answers, strict=True))
 

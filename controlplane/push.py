@@ -8,7 +8,6 @@ fleet; what they hold goes to the replica, which mends a store that is behind th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -26,7 +25,7 @@ from controlplane.metrics import ControlMetrics
 from controlplane.pace import Pace
 from controlplane.replica import Replica, unix_ms
 from controlplane.store import Answer, Stored
-from controlplane.stream import Stream
+from controlplane.stream import Stream, first_hello
 from controlplane.view import GatewayView
 from controlplane.watchdog import watch_fleet
 from trimtab import codec
@@ -34,7 +33,7 @@ from trimtab.errors import Conflict, Draining, InvalidRequest, PermissionDenied,
 from trimtab.kit.rpc import cancel_and_wait, guarded
 from trimtab.kit.tls import speaks_for
 from trimtab.kit.watch import Watch
-from trimtab.messages import Hello, Role
+from trimtab.messages import Hello, Report, Role
 from trimtab.snapshot import Identity
 from trimtab.v1 import control_pb2, control_pb2_grpc
 
@@ -52,8 +51,6 @@ MAX_TRACED = 8
 """Pushes of one change that have spans of their own: enough to see where time goes, few enough for a thousand nodes."""
 SAME_MS = 100
 """A push that is so young is sent as it is."""
-HELLO_S = 5.0
-"""A stream that has not said who it is by then is ended."""
 DIGEST_CLASH = "DIGEST_CLASH"
 """A node's reason for refusing a snapshot whose numbers it holds already, with other content."""
 
@@ -72,6 +69,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         forget_s: float = 300.0,
         on_moved: Callable[[], None] = lambda: None,
     ) -> None:
+        self.on_report: Callable[[Hello, Report, control_pb2.Report], None] = lambda hello, report, sent: None
+        """Called with each report of a node that is connected here, and with what was sent; set before `run`."""
+        self.on_out_of_memory: Callable[[Hello], None] = lambda hello: None
         self._on_moved = on_moved
         self.log = Answers(replica.store)
         self.answers: Watch[None] = Watch(None)
@@ -112,12 +112,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         for stream in self._streams.values():
             stream.end(Draining("this control plane stops"))
 
-    async def command(self, command: control_pb2.Command, *, within_s: float) -> dict[str, control_pb2.CommandResult]:
-        """What became of it at every worker whose stream is open, by node id; what has not answered in time says so too."""
+    async def command(
+        self, command: control_pb2.Command, *, within_s: float, only: frozenset[str] = frozenset()
+    ) -> dict[str, control_pb2.CommandResult]:
+        """What became of it at every worker whose stream is open, or at those of `only`, by node id; what has not answered in time says so
+        too."""
         calls = {
             s.hello.node.node_id: s.calls
             for s in self._streams.values()
-            if s.hello.role is Role.WORKER and self._fleet.current(s.session) is not None
+            if s.hello.role is Role.WORKER
+            and self._fleet.current(s.session) is not None
+            and (not only or s.hello.node.node_id in only)
         }
         return await ask_all(calls, command, within_s=within_s)
 
@@ -199,7 +204,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[control_pb2.ConnectResponse]:
         async with guarded(context):
             requests = aiter(request_iterator)
-            hello = await _hello(requests)
+            hello = await first_hello(requests)
             caller = granted().caller
             if not speaks_for(caller, hello.role.value, hello.node.node_id):
                 words = f"{caller.kind} {caller.name!r} is not {hello.role.value} {hello.node.node_id!r}: the certificate names another node"
@@ -302,7 +307,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         now = time.monotonic()
         match request.WhichOneof("event"):
             case "report":
-                self._fleet.reported(stream.session, codec.decode_report(request.report), now)
+                report = codec.decode_report(request.report)
+                self._fleet.reported(stream.session, dataclasses.replace(report, sketches={}, outliers=()), now)
+                if self._fleet.current(stream.session) is not None:
+                    self.on_report(stream.hello, report, request.report)
             case "policy_result":
                 self._fleet.heard(stream.session, now)
                 self._answered(stream, request.policy_result, now)
@@ -331,6 +339,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                     self._metrics.tripped(trip.dimension)
             case "drain_begun":
                 self._fleet.draining(stream.session)
+            case "engine_died" if event.engine_died.out_of_memory:
+                self.on_out_of_memory(stream.hello)
 
     def _answered(self, stream: Stream, result: control_pb2.PolicyResult, now: float) -> None:
         """One node's answer to one push: into the fleet, the trace, the metrics and the log."""
@@ -379,13 +389,3 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             trace_id = result.traceparent[3:35]
             log.info("policy answer", node=node_id, identity=str(identity), result=kind, trace_id=trace_id, **said)
         self.answers.set(None)
-
-
-async def _hello(requests: AsyncIterator[control_pb2.ConnectRequest]) -> Hello:
-    first: control_pb2.ConnectRequest | None = None
-    with contextlib.suppress(TimeoutError, StopAsyncIteration):
-        async with asyncio.timeout(HELLO_S):
-            first = await anext(requests)
-    if first is None or not first.HasField("hello"):
-        raise InvalidRequest("the first message of a control stream must be Hello")
-    return codec.decode_hello(first.hello)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -17,17 +19,26 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from controlplane.access import NEEDS, Grant, Role
+from controlplane.actuators import Actuators
 from controlplane.admin.checks import MAX_AUTHOR_CHARS
 from controlplane.admin.server import AdminServicer
+from controlplane.admin.steering import steer
+from controlplane.admin.telemetry import TelemetryAdmin
 from controlplane.admin.workers import Workers
+from controlplane.alerts import Alerts
+from controlplane.controllers.decision import Controller
+from controlplane.controllers.roster import CONTROLLERS
+from controlplane.exchange import Exchange
 from controlplane.fleet import Fleet
 from controlplane.gatekeeper import AccessFile, Gatekeeper
 from controlplane.leader import Leader
+from controlplane.loop import TelemetryLoop
 from controlplane.metrics import ControlMetrics
 from controlplane.peers import Peers
 from controlplane.push import ControlServicer
 from controlplane.replica import Replica, unix_ms
 from controlplane.store import Entry, PolicyStore, Stored, WriteKind
+from controlplane.telemetry import Telemetry
 from trimtab.errors import StoreUnavailable
 from trimtab.kit.rpc import SERVER_OPTIONS, bind, cancel_and_wait
 from trimtab.kit.tls import Tls
@@ -63,6 +74,8 @@ class ControlPlane:
         mesh: str = "default",
         tls: Tls | None = None,
         access: AccessFile | None = None,
+        controllers: Sequence[Controller] = CONTROLLERS,
+        alerts: Alerts | None = None,
     ) -> None:
         replica_id = replica_id or f"control-{uuid.uuid4().hex[:8]}"
         self.metrics = metrics
@@ -87,6 +100,19 @@ class ControlPlane:
             on_change=self.control.fleet_changed,
             tls=tls,
         )
+        workers = Workers(self.fleet, self.control.breakers, store, self.peers, self.control.command_one)
+        self.telemetry = Telemetry(time.monotonic())
+        self._exchange = Exchange(self.fleet, self.telemetry, self.peers)
+        self.control.on_report = self._exchange.reported
+        self.control.on_out_of_memory = self._exchange.ran_out_of_memory
+        self._alerts = alerts or Alerts(mesh, metrics)
+        actuators = Actuators(
+            workers, lambda request: steer(request, self.control.command, self.fleet, self.peers), store
+        )
+        self.loop = TelemetryLoop(
+            self.replica, self.fleet, self.telemetry, self.leader, controllers, actuators, self._alerts, metrics
+        )
+        breakers = self.control.breakers
         admin = AdminServicer(
             self.replica,
             self.fleet,
@@ -96,7 +122,8 @@ class ControlPlane:
             self.peers,
             self.leader,
             self.control.log,
-            Workers(self.fleet, self.control.breakers, store, self.peers, self.control.command_one),
+            workers,
+            TelemetryAdmin(self.fleet, self.telemetry, self.loop, self._exchange, self.peers, breakers),
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -115,6 +142,9 @@ class ControlPlane:
             ("control", self.control.run),
             ("leader", self.leader.run),
             ("peers", self.peers.run),
+            ("exchange", self._exchange.run),
+            ("loop", self.loop.run),
+            ("alerts", self._alerts.run),
             ("health", self._serve_once_loaded),
         ):
             self._tasks.append(asyncio.create_task(work(), name=name))

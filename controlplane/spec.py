@@ -205,8 +205,11 @@ def _finished(before: Document, after: Document, nodes: Iterable[Node], now_unix
     after = dataclasses.replace(after, needs_schema=after.own_schema())
     changed = {c.field for c in changes}
     touched = _touched(before, after)
-    kinds = _kinds((n for n in nodes if any(s.covers(n) for s in touched)), before, after)
-    was, will_be = _ByScope(before), _ByScope(after)
+    # A controller may touch a thousand nodes one by one: each node is looked up, not compared with all of them.
+    named = {name for s in touched if s.kind in (ScopeKind.NODE, ScopeKind.ROLLOUT) for name in s.names}
+    wide = [s for s in touched if s.kind not in (ScopeKind.NODE, ScopeKind.ROLLOUT)]
+    kinds = _kinds((n for n in nodes if n.node_id in named or any(s.covers(n) for s in wide)), before, after)
+    was, will_be = ByScope(before), ByScope(after)
     for node in kinds:
         _check(was.of(node), will_be.of(node), node, changed, now_unix_ms)
     return Draft(after, changes)
@@ -222,7 +225,7 @@ def _touched(before: Document, after: Document) -> list[Scope]:
     return [Scope()] if Scope() in scopes else list(scopes)
 
 
-class _ByScope:
+class ByScope:
     """A document's overlays and adjustments by whom they are for, so that a node's own are found without a look at all others."""
 
     def __init__(self, document: Document) -> None:

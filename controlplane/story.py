@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,31 @@ def during(story: Iterable[Chapter], first_unix_ms: float, last_unix_ms: float) 
 def in_force(story: Iterable[Chapter], at: Place) -> Chapter | None:
     """The one that wrote this revision."""
     return next((c for c in story if not c.entry.refused_because and place(c.entry.identity) == at), None)
+
+
+def besides(decisions: Iterable[Any]) -> list[Any]:
+    """Controllers' decisions (ControllerDecision) that no entry of the history tells: commands, wants, advice, and what could not be done."""
+    return [d for d in decisions if d.kind != "move" or d.advised or d.failed]
+
+
+def decision_json(d: Any) -> dict[str, Any]:
+    return {
+        "controller": d.controller,
+        "at_unix_ms": d.at_unix_ms,
+        "what": d.text,
+        "reason": d.reason,
+        "evidence": d.evidence or None,
+        "advised": d.advised,
+        "failed": d.failed or None,
+    }
+
+
+def decision_text(d: Any) -> list[str]:
+    """`why`'s lines for one."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(d.at_unix_ms / 1000))
+    said = "would: " if d.advised else ""
+    lines = [f'{when}  controller/{d.controller}  {said}{d.text} "{d.reason}"']
+    return lines + [f"          {words}" for words in (d.evidence, d.failed and f"not done: {d.failed}") if words]
 
 
 def answer_json(a: Any) -> dict[str, Any]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from opentelemetry.trace import Span
 
 from controlplane.commands import Calls
 from controlplane.store import Stored
-from trimtab.errors import TrimtabError
+from trimtab import codec
+from trimtab.errors import InvalidRequest, TrimtabError
 from trimtab.kit.telemetry import fail, parse_traceparent, span_at, traceparent, tracer
 from trimtab.kit.watch import Watch
 from trimtab.messages import Hello
 from trimtab.snapshot import Identity
+from trimtab.v1 import control_pb2
+
+HELLO_S = 5.0
+"""A stream that has not said who it is by then is ended."""
 
 
 class Stream:
@@ -76,3 +84,14 @@ class Stream:
             self._push[1].set_attribute("trimtab.result", result)
             self._push[1].end()
             self._push = None
+
+
+async def first_hello(requests: AsyncIterator[control_pb2.ConnectRequest]) -> Hello:
+    """Who speaks; InvalidRequest where nobody says so in time."""
+    first: control_pb2.ConnectRequest | None = None
+    with contextlib.suppress(TimeoutError, StopAsyncIteration):
+        async with asyncio.timeout(HELLO_S):
+            first = await anext(requests)
+    if first is None or not first.HasField("hello"):
+        raise InvalidRequest("the first message of a control stream must be Hello")
+    return codec.decode_hello(first.hello)

@@ -39,6 +39,8 @@ MAY_SEE_THE_WIRE = {
         "membership",
         "commands",
         "peers",
+        "actuators",
+        "exchange",
         "view",
     ),
 }

@@ -249,6 +249,30 @@ async def test_a_stopped_link_leaves_no_session_behind(served: Served) -> None:
     assert not node.link.connected
 
 
+async def test_a_report_that_could_not_leave_is_said_to_be_unsent(served: Served) -> None:
+    """Its figures go into the next one."""
+    node, unsent = Node(served.address), 0
+
+    def on_unsent() -> None:
+        nonlocal unsent
+        unsent += 1
+
+    class Broken:
+        async def write(self, message: control_pb2.ConnectRequest) -> None:
+            raise asyncio.InvalidStateError
+
+    node.link._on_unsent = on_unsent
+    await node.link._write(Broken())  # type: ignore[arg-type]
+    assert unsent == 1
+    node.link.send_event(control_pb2.NodeEvent(drain_begun=control_pb2.DrainBegun(deadline_ms=1)))
+    await node.link._write(Broken())  # type: ignore[arg-type]
+    assert unsent == 1
+    async with node:
+        assert (await served.script.next("node_event")).drain_begun.deadline_ms == 1
+        await served.script.next("report")
+    assert unsent == 1
+
+
 async def test_a_link_needs_an_address() -> None:
     with pytest.raises(ValueError, match="address"):
         Node()

@@ -110,19 +110,22 @@ class RequestMatch:
     workload: Workload | None = None
     tenant: str = ""
     min_prompt_tokens: int = 0
+    min_age_ms: int = 0
+    """Since it came to the mesh."""
 
     @property
     def empty(self) -> bool:
         """It says nothing."""
-        return not (self.request_ids or self.workload or self.tenant or self.min_prompt_tokens)
+        return not (self.request_ids or self.workload or self.tenant or self.min_prompt_tokens or self.min_age_ms)
 
-    def covers(self, request_id: str, workload: Workload, tenant: str, prompt_tokens: int) -> bool:
+    def covers(self, request_id: str, workload: Workload, tenant: str, prompt_tokens: int, age_ms: float = 0.0) -> bool:
         return (
             not self.empty
             and (not self.request_ids or request_id in self.request_ids)
             and self.workload in (None, workload)
             and self.tenant in ("", tenant)
             and prompt_tokens >= self.min_prompt_tokens
+            and age_ms >= self.min_age_ms
         )
 
 
@@ -254,8 +257,29 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlier:
+    """A request that missed its objective, and what was around it. `itl_ms` is the longest gap between two of its tokens."""
+
+    request_id: str
+    workload: Workload
+    prompt_tokens: int
+    output_tokens: int = 0
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+    queued_ms: float = 0.0
+    preemptions: int = 0
+    neighbours: int = 0
+    """Requests that ran beside it when it ended."""
+    longest_neighbour_tokens: int = 0
+    """The longest prompt among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Telemetry of one node: gauges now, counters since its incarnation began. `sketches` are serialised t-digests by name."""
+    """Telemetry of one node: gauges now, counters since its incarnation began; sketches and outliers of the `interval_ms` before it.
+
+    `sketches` are serialised `trimtab.sketch.Sketch`es. Which names there are says `trimtab.measures`.
+    """
 
     sequence: int
     state: NodeState
@@ -263,3 +287,6 @@ class Report:
     steps: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     sketches: Mapping[str, bytes] = field(default_factory=dict)
+    interval_ms: int = 0
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    outliers: tuple[Outlier, ...] = ()

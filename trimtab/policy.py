@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from trimtab.errors import PolicyRefused
 from trimtab.policy_field import Field, Kind, Value, text
+from trimtab.policy_loops import Degraded, Loop
 from trimtab.policy_tree import Isolation, Mode, Policy, Preemption, Protect, Shed
 
 __all__ = [
-    "FIELDS", "POLICY_SCHEMA", "STATE_SCHEMA", "Change",
-    "Field", "Isolation", "Kind", "Mode", "Partial", "Policy", "Preemption", "Protect", "Shed", "Value",
+    "FIELDS", "POLICY_SCHEMA", "STATE_SCHEMA", "Change", "Degraded",
+    "Field", "Isolation", "Kind", "Loop", "Mode", "Partial", "Policy", "Preemption", "Protect", "Shed", "Value",
     "check", "diff", "field", "flatten", "min_schema", "parse", "text", "with_fields",
 ]  # fmt: skip
 

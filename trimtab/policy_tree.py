@@ -10,9 +10,18 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.policy_field import choice, fraction, names, whole
-
-MANY = 1 << 20
-HOUR_MS = 3_600_000
+from trimtab.policy_loops import (
+    HOUR_MS,
+    MANY,
+    DegradedPart,
+    GiantsPart,
+    HealPart,
+    LoopsPart,
+    ObjectivesPart,
+    OomPart,
+    OverloadPart,
+    ScalePart,
+)
 
 
 class Mode(enum.StrEnum):
@@ -65,6 +74,37 @@ class BatchPart:
         16, low=1, high=4096, schema=23, unit="requests",
         doc="running requests at most that are not REALTIME and hot",
     )  # fmt: skip
+    min_samples: int = whole(
+        20, low=1, high=MANY, schema=50, unit="first tokens", doc="a window with fewer is joined with the next one"
+    )
+    max_window_s: int = whole(
+        60,
+        low=5,
+        high=3600,
+        schema=51,
+        unit="seconds",
+        doc="windows are joined up to this; then what is there decides nothing",
+    )
+    strikes: int = whole(
+        3,
+        low=1,
+        high=100,
+        schema=52,
+        unit="windows",
+        doc="over the objective in a row that make the running set smaller",
+    )
+    decrease: float = fraction(
+        0.8, low=0.1, high=1.0, schema=53, unit="of the running set", doc="what is left of it then"
+    )
+    increase: int = whole(
+        1, low=0, high=4096, schema=54, unit="requests", doc="by which it grows back with each good window"
+    )
+    safety_factor: float = fraction(
+        1.2, low=1.0, high=10.0, schema=55, unit="times the need", doc="of a request, in the safe batch"
+    )
+    usable_memory: float = fraction(
+        0.9, low=0.1, high=1.0, schema=56, unit="of the KV cache", doc="that the safe batch may fill"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +244,20 @@ class PriorityPart:
     )
     realtime_delta: int = whole(0, low=-2, high=2, schema=21, unit="levels", doc="REALTIME goes earlier by so much")
     batch_delta: int = whole(0, low=-2, high=2, schema=22, unit="levels", doc="BATCH goes earlier by so much")
+    adjustment_interval_ms: int = whole(
+        1000, low=100, high=HOUR_MS, schema=57, unit="milliseconds", doc="between two changes of the deltas at least"
+    )
+    raise_above: int = whole(
+        5,
+        low=1,
+        high=MANY,
+        schema=58,
+        unit="requests",
+        doc="REALTIME requests waiting at a worker that raise them a level",
+    )
+    raise_twice_above: int = whole(
+        10, low=1, high=MANY, schema=59, unit="requests", doc="that raise them two levels, and lower BATCH by one"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +270,17 @@ class MemoryPart:
     reserve_high_priority: float = fraction(
         0.15, low=0.0, high=0.9, schema=29, unit="of the KV cache", doc="what admission keeps free for the protected"
     )
+    forecast_s: int = whole(
+        300, low=10, high=3600, schema=67, unit="seconds", doc="how far ahead the use of the KV cache is foretold"
+    )
+    forecast_above: float = fraction(
+        0.9,
+        low=0.0,
+        high=1.0,
+        schema=68,
+        unit="of the KV cache",
+        doc="foretold use that calls for another worker early",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +291,14 @@ class ClustersPart:
         0.3, low=0.0, high=1.0, schema=30, unit="of the longest",
         doc="cold prompts prefill together whose lengths differ by so much at most, where there is a choice; 1 is off",
     )  # fmt: skip
+    short_to: int = whole(
+        511, low=1, high=MANY, schema=75, unit="tokens", doc="the longest prompt of the class `short`"
+    )
+    standard_to: int = whole(1024, low=1, high=MANY, schema=76, unit="tokens", doc="of `standard`")
+    medium_to: int = whole(4095, low=1, high=MANY, schema=77, unit="tokens", doc="of `medium`")
+    long_to: int = whole(
+        8192, low=1, high=MANY, schema=78, unit="tokens", doc="of `long`; a prompt above it is a `giant`"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,3 +375,11 @@ class Policy:
     scheduler: SchedulerPart = dataclasses.field(default_factory=SchedulerPart)
     resume: ResumePart = dataclasses.field(default_factory=ResumePart)
     breaker: BreakerPart = dataclasses.field(default_factory=BreakerPart)
+    objectives: ObjectivesPart = dataclasses.field(default_factory=ObjectivesPart)
+    overload: OverloadPart = dataclasses.field(default_factory=OverloadPart)
+    degraded: DegradedPart = dataclasses.field(default_factory=DegradedPart)
+    oom: OomPart = dataclasses.field(default_factory=OomPart)
+    giants: GiantsPart = dataclasses.field(default_factory=GiantsPart)
+    scale: ScalePart = dataclasses.field(default_factory=ScalePart)
+    heal: HealPart = dataclasses.field(default_factory=HealPart)
+    loops: LoopsPart = dataclasses.field(default_factory=LoopsPart)

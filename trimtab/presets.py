@@ -1,8 +1,8 @@
 """Presets: policy fields that belong together, written as one ordinary change.
 
 `small` is for windows of up to SMALL_WINDOW tokens. The tree's defaults are for 128K (DESIGN §4): in a window of 8K they make half of it
-hot, and nothing a giant or isolated. It also fits the step budget to the machine: BUDGET_TOKENS times what one stream alone waits for a
-token; `prefill.max_step_ms` follows by its own default.
+hot, and nothing a giant or isolated. It also fits the step budget and the objectives to the machine: BUDGET_TOKENS times what one stream
+alone waits for a token, and for its first one. `prefill.max_step_ms` follows the budget by its own default.
 """
 
 from __future__ import annotations
@@ -17,18 +17,29 @@ SMALL_WINDOW = 16_384
 
 THRESHOLDS: dict[str, Value] = {"paths.hot_below": 1024, "serial.above": 3072, "isolate.from_tokens": 6144}
 BUDGET = "prefill.itl_budget_ms"
-SMALL = (*THRESHOLDS, BUDGET)
+ITL, TTFT = "objectives.itl_p99_ms", "objectives.ttft_p99_ms"
+SMALL = (*THRESHOLDS, BUDGET, ITL, TTFT)
 """Every field of `small`."""
 
 BUDGET_TOKENS = 4
+ITL_BUDGETS = 2
+"""The objective of ITL is so many step budgets, as in the tree's defaults (100 and 200 ms): a step may take the budget, and the next token
+waits for the step after it."""
+LEAST_TTFT_MS = 500
+"""The tree's default: no machine's objective of TTFT has to be stricter."""
 STEADY = 0.05
 """Two streams that differ by no more than this share of the faster one say the same; so do two whose budgets differ by a millisecond at most."""
 
 
-def small(itl_budget_ms: int | None) -> dict[str, str]:
-    """The fields of `small`, as a person would type them; without a budget that one is left alone."""
-    budget = {} if itl_budget_ms is None else {BUDGET: itl_budget_ms}
-    return {path: text(value) for path, value in {**THRESHOLDS, **budget}.items()}
+def small(itl_budget_ms: int | None, ttft_ms: float | None = None) -> dict[str, str]:
+    """The fields of `small`, as a person would type them. Without a budget it and the objective of ITL are left alone; without the time that
+    one stream alone waits for its first token, the objective of TTFT."""
+    fields = dict(THRESHOLDS)
+    if itl_budget_ms is not None:
+        fields |= {BUDGET: itl_budget_ms, ITL: ITL_BUDGETS * itl_budget_ms}
+    if ttft_ms is not None:
+        fields[TTFT] = ttft_objective_ms(ttft_ms)
+    return {path: text(value) for path, value in fields.items()}
 
 
 def suits(window: int) -> bool:
@@ -39,6 +50,11 @@ def suits(window: int) -> bool:
 def itl_budget_ms(token_ms: float) -> int:
     """The step budget where one stream alone gets a token every `token_ms`, in whole milliseconds."""
     return max(1, math.ceil(BUDGET_TOKENS * token_ms))
+
+
+def ttft_objective_ms(ttft_ms: float) -> int:
+    """The objective of TTFT where one stream alone gets its first token after `ttft_ms`, in whole milliseconds."""
+    return max(LEAST_TTFT_MS, math.ceil(BUDGET_TOKENS * ttft_ms))
 
 
 def decided(sources: Mapping[str, str], changed: Collection[str] = ()) -> tuple[str, ...]:

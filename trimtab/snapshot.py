@@ -291,7 +291,9 @@ def _effective(f: Field, spec: Value, mine: Iterable[Adjustment], limits: Limits
     limit = limits.of(f.limit)
     effective: Value = spec
     if isinstance(spec, int | float):
-        effective = fold(spec, moved, f.minimum, f.maximum if limit is None else min(f.maximum, limit))
+        # What an engine can't do is nothing to take a share of: a factor starts from what there is.
+        there = spec if limit is None else type(spec)(min(spec, limit))
+        effective = fold(there, moved, f.minimum, f.maximum if limit is None else min(f.maximum, limit))
     elif isinstance(spec, str):
         effective = fold_state(spec, (a.state for a in moved), f.restrictive)
     if moved:

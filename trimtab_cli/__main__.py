@@ -30,11 +30,18 @@ VERBS = {
     "trace": Verb("services.cli", "trace", "Show where a request's or a policy change's time went."),
     "bench": Verb("services.bench.cli", "bench", "Measure what the mesh costs on this machine."),
     "drill": Verb("services.drill.cli", "drill", "Strike at a mesh of its own, and see what clients notice."),
+    "simulate": Verb(
+        "controlplane.cli_simulate", "simulate", "Try the controllers on a simulated mesh, in virtual time."
+    ),
     "policy": Verb("controlplane.cli_history", "policy", "Read and change the policy that steers the engines."),
     "requests": Verb("controlplane.cli_requests", "requests", "Move, isolate or release requests that wait or run."),
     "breaker": Verb("controlplane.cli_workers", "breaker", "Show workers' breakers, or force one open or closed."),
     "drain": Verb("controlplane.cli_workers", "drain", "Take a worker out of the mesh; its streams go on elsewhere."),
+    "reload": Verb("controlplane.cli_workers", "reload", "Tell a worker's engine its policy anew."),
+    "scale": Verb("controlplane.cli_scale", "scale", "Show how many workers each pool wants; set it; follow it."),
     "fleet": Verb("controlplane.cli", "fleet", "Show the mesh's nodes, their load and their policy."),
+    "top": Verb("controlplane.cli_top", "top", "Watch the mesh: workers the worst first, and what the loops do."),
+    "doctor": Verb("controlplane.cli_doctor", "doctor", "Look for what is wrong, say why, and offer to set it right."),
     "why": Verb("trimtab_cli.why", "why", "Tell which change, by whom, on what evidence."),
     "certs": Verb("trimtab_cli.certs", "certs", "Make and show the certificates of a mesh."),
     "keys": Verb("services.cli_keys", "keys", "Make keys for a gateway's tenants, and check its key file."),

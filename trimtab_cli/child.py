@@ -24,6 +24,8 @@ class Child:
         self.spec = spec
         self.log = logs / f"{spec.name}.log"
         self.started_at = 0.0
+        self.leaving = False
+        """Told to end for good: however it ends, it is not brought back."""
         self._process: asyncio.subprocess.Process | None = None
         self._from_byte = 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,9 @@ class Sections:
 class _Ports:
     """Hands out addresses that nobody listens on, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[int] = ()) -> None:
         self.notes: list[str] = []
-        self._given: set[int] = set()
+        self._given = set(given)
 
     def take(self, address: str, what: str, offset: int = 0) -> str:
         host, port_wanted = host_port(address)
@@ -103,10 +103,7 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     http = ports.take(sections.gateway.http, "gateway's HTTP door")
     controls = [_control(sections.control, ports, i) for i in range(up.controls)]
     control = ",".join(replica.listen for replica in controls)
-    parent = os.getpid()
-    common = ["--mesh", up.mesh, "--parent-pid", str(parent)]
-    if sections.file is not None:
-        common += ["--config", sections.file]
+    common = _common(sections)
     specs: list[Spec] = []
     # A store that the control plane's own settings name is not passed over for an empty one of ours.
     named = up.redis or (sections.control.redis if sections.control.redis != ControlSettings().redis else "")
@@ -115,7 +112,7 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     if named:
         store = named
     else:
-        valkey = embedded(state_dir / "valkey", parent)
+        valkey = embedded(state_dir / "valkey", os.getpid())
         store = valkey.url
         specs.append(Spec("valkey", Tier.STORE, valkey.argv, str(valkey.socket)))
     for replica in controls:
@@ -123,19 +120,45 @@ def make(sections: Sections, state_dir: Path) -> Plan:
         # Not as a flag: a store's URL may hold a password, and everybody on the machine can read command lines.
         env = {"TRIMTAB_CONTROL_REDIS": store}
         specs.append(Spec(replica.name, Tier.CONTROL, argv, replica.listen, replica.metrics, env=env))
-    workers: list[str] = []
-    cores = _cores_each(up.workers, len(os.sched_getaffinity(0)), os.environ)
-    for i in range(up.workers):
-        address = ports.take(sections.worker.listen, f"worker w{i}", i)
-        metrics = ports.take(sections.worker.metrics, f"metrics of worker w{i}", i)
-        where = ["--node-id", f"w{i}", "--listen", address, "--metrics", metrics, "--control", control]
-        argv = _module("services.worker", *common, *where, *_flags(sections.worker_flags))
-        specs.append(Spec(f"w{i}", Tier.WORKER, argv, address, metrics, sections.worker.drain_s, env=cores))
-        workers.append(address)
+    workers = [_worker(sections, control, i, up.workers, ports) for i in range(up.workers)]
+    specs += workers
     where = ["--node-id", "g0", "--listen", gateway, "--http", http, "--control", control]
     argv = _module("services.gateway", *common, *where)
     specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
-    return Plan(tuple(specs), gateway, http, control, tuple(workers), store, tuple(ports.notes))
+    return Plan(tuple(specs), gateway, http, control, tuple(w.address for w in workers), store, tuple(ports.notes))
+
+
+def another_worker(sections: Sections, plan: Plan, i: int, beside: Sequence[Spec]) -> tuple[Spec, tuple[str, ...]]:
+    """Worker w`i`, to be started beside those that are there; and what is to be said of its ports. ConfigError where none is free."""
+    taken = (
+        host_port(address)[1]
+        for spec in beside
+        if spec.tier is not Tier.STORE
+        for address in (spec.address, spec.metrics)
+    )
+    ports = _Ports(taken)
+    running = sum(spec.tier is Tier.WORKER for spec in beside)
+    return _worker(sections, plan.control, i, running + 1, ports), tuple(ports.notes)
+
+
+def worker_name(i: int) -> str:
+    return f"w{i}"
+
+
+def _common(sections: Sections) -> list[str]:
+    words = ["--mesh", sections.up.mesh, "--parent-pid", str(os.getpid())]
+    return words if sections.file is None else [*words, "--config", sections.file]
+
+
+def _worker(sections: Sections, control: str, i: int, of: int, ports: _Ports) -> Spec:
+    """One of so many on this machine."""
+    name, settings = worker_name(i), sections.worker
+    address = ports.take(settings.listen, f"worker {name}", i)
+    metrics = ports.take(settings.metrics, f"metrics of worker {name}", i)
+    where = ["--node-id", name, "--listen", address, "--metrics", metrics, "--control", control]
+    argv = _module("services.worker", *_common(sections), *where, *_flags(sections.worker_flags))
+    cores = _cores_each(of, len(os.sched_getaffinity(0)), os.environ)
+    return Spec(name, Tier.WORKER, argv, address, metrics, settings.drain_s, env=cores)
 
 
 @dataclass(frozen=True, slots=True)

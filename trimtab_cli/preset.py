@@ -56,8 +56,8 @@ async def _settle(
     before = await admin.get_policy()
     if await _barred(show, up, admin, before):
         return
-    fields = small(itl_budget_ms(measured.token_ms))
-    found = f"{_window(model)}, one stream gives a token every {measured.token_ms:.2f} ms"
+    fields = small(itl_budget_ms(measured.token_ms), measured.ttft_ms)
+    found = f"{_window(model)}, one stream gives a token every {measured.token_ms:.2f} ms, the first after {measured.ttft_ms:.0f} ms"
     if not measured.steady:
         found += " (unsteady: no two streams agreed)"
     answer = await admin.set_policy(
@@ -74,6 +74,7 @@ async def _settle(
         applied=True,
         window=model.max_model_len,
         token_ms=round(measured.token_ms, 3),
+        ttft_ms=round(measured.ttft_ms, 3),
         steady=measured.steady,
         fields=fields,
         not_yet_on=late,

@@ -14,6 +14,7 @@ PRESETS = (AUTO, NONE, SMALL)
 class UpSettings:
     mesh: str = setting("default", "mesh to run; names its state directory and its keys in the store")
     workers: int = setting(1, "workers to start")
+    workers_limit: int = setting(8, "workers at most, where the policy's scale.max_workers lets the pool grow")
     controls: int = setting(1, "replicas of the control plane to start; one takes over from another")
     engine: str = setting("", "vllm, or simulated (needs no model); empty means as [worker] says")
     model: str = setting("", "local path or hub id; empty means as [worker] says")
@@ -30,6 +31,8 @@ class UpSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= 64:
             raise ValueError(f"up workers must be 1 to 64, not {self.workers}")
+        if not 1 <= self.workers_limit <= 64:
+            raise ValueError(f"up workers_limit must be 1 to 64, not {self.workers_limit}")
         if not 1 <= self.controls <= 9:
             raise ValueError(f"up controls must be 1 to 9, not {self.controls}")
         if self.preset not in PRESETS:

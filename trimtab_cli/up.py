@@ -124,15 +124,20 @@ async def _ready(
 
 
 async def _serve(sections: Sections, plan: Plan, supervisor: Supervisor, show: Screen) -> None:
-    """Tend the processes until GaveUp. The preset is settled meanwhile, so that neither waits for the other."""
+    """Tend the processes until GaveUp. The preset is settled meanwhile, and what the pool wants is followed: none waits for another."""
+    from trimtab_cli.following import Following
     from trimtab_cli.preset import settle
 
-    settling = asyncio.create_task(settle(show, sections.up, plan))
+    beside = [
+        asyncio.create_task(settle(show, sections.up, plan)),
+        asyncio.create_task(Following(show, sections, plan, supervisor).run()),
+    ]
     try:
         await supervisor.watch()
     finally:
-        settling.cancel()
-        await asyncio.gather(settling, return_exceptions=True)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
 
 
 class Stop:

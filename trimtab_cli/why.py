@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PEOPLE, ALL = 1024, 8192
 """Entries: all that the store keeps of people's writes, and of everybody's."""
 ANSWERS = 100_000
+DECISIONS = 500
 SHOWN_NODES = 6
 
 
@@ -58,12 +60,16 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
             fleet = await client.fleet()
         except TrimtabError as e:
             return Known([], None, e)
+        decisions: list[Any] = []
+        with contextlib.suppress(TrimtabError):
+            # An older build does not tell them.
+            decisions = s.besides((await client.get_telemetry(windows=1, decisions=DECISIONS)).decisions)
         try:
             people = (await client.history(PEOPLE)).entries
             entries = s.merged(people, (await client.history(ALL, controllers=True)).entries)
-            return Known(s.chapters(entries, (await client.answers(ANSWERS)).answers), fleet)
+            return Known(s.chapters(entries, (await client.answers(ANSWERS)).answers), fleet, None, decisions)
         except TrimtabError as e:
-            return Known([], fleet, e)
+            return Known([], fleet, e, decisions)
 
     if subject in FIELDS:
         _field(subject, look, limit, control, as_json)
@@ -73,7 +79,12 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
         for row in s.rows(known.story_or_end(as_json)):
             export.write(json.dumps(row, ensure_ascii=False) + "\n")
     elif subject is None:
-        _tell("", known.story_or_end(as_json)[:limit], as_json)
+        story, decisions = known.story_or_end(as_json)[:limit], known.decisions[:limit]
+        besides: dict[str, Any] = {"decisions": [s.decision_json(d) for d in decisions]} if as_json else {}
+        _tell("", story, as_json, **besides)
+        if decisions and not as_json:
+            lines = [line for d in decisions for line in s.decision_text(d)]
+            click.echo("\n".join(["", "besides, controllers:", *lines]))
     elif known.fleet is not None and any(n.hello.node_id == subject for n in known.fleet.nodes):
         _node(subject, known, limit, control, as_json)
     else:
@@ -87,6 +98,8 @@ class Known:
     story: list[Chapter]
     fleet: Any
     missing: TrimtabError | None = None
+    decisions: Sequence[Any] = ()
+    """Of controllers, that changed no policy: newest first, as far as the leader remembers."""
 
     def story_or_end(self, as_json: bool) -> list[Chapter]:
         """For a question that is about nothing else."""

@@ -147,6 +147,14 @@ class AdminClient:
             )
         )
 
+    async def scale(self) -> admin_pb2.GetScaleResponse:
+        """How many workers each pool wants."""
+        return await self._ask(
+            (await self._reach()).GetScale(
+                admin_pb2.GetScaleRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        )
+
     async def reprioritise(
         self, match: RequestMatch, delta: int, *, author: str, reason: str
     ) -> admin_pb2.SteerRequestsResponse:
@@ -195,12 +203,21 @@ class AdminClient:
         )
 
     async def drain(
-        self, node_id: str, deadline_ms: int, *, author: str, reason: str = ""
+        self, node_id: str, deadline_ms: int, *, author: str, reason: str = "", restart: bool = False
     ) -> admin_pb2.DrainNodeResponse:
         """Answers once the worker has said that it drains, not once it has ended."""
-        request = admin_pb2.DrainNodeRequest(node_id=node_id, deadline_ms=deadline_ms, author=author, reason=reason)
+        request = admin_pb2.DrainNodeRequest(
+            node_id=node_id, deadline_ms=deadline_ms, author=author, reason=reason, restart=restart
+        )
         return await self._ask(
             (await self._reach()).DrainNode(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def reload(self, node_id: str, *, author: str, reason: str = "") -> admin_pb2.ReloadNodeResponse:
+        """Answers once the worker's engine has its policy anew."""
+        request = admin_pb2.ReloadNodeRequest(node_id=node_id, author=author, reason=reason)
+        return await self._ask(
+            (await self._reach()).ReloadNode(request, timeout=self._timeout_s, metadata=self._metadata)
         )
 
     async def actions(self, limit: int = 0, *, node_id: str = "") -> admin_pb2.ListActionsResponse:
@@ -208,6 +225,13 @@ class AdminClient:
         request = admin_pb2.ListActionsRequest(limit=limit, node_id=node_id)
         return await self._ask(
             (await self._reach()).ListActions(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def get_telemetry(self, *, windows: int = 0, decisions: int = 0) -> admin_pb2.GetTelemetryResponse:
+        """What nodes measured, over so many of their newest windows, and the newest decisions; 0 is the server's default."""
+        request = admin_pb2.GetTelemetryRequest(windows=windows, decisions=decisions)
+        return await self._ask(
+            (await self._reach()).GetTelemetry(request, timeout=self._timeout_s, metadata=self._metadata)
         )
 
     async def _steer(self, request: admin_pb2.SteerRequestsRequest) -> admin_pb2.SteerRequestsResponse:

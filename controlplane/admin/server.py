@@ -22,6 +22,7 @@ from controlplane.admin.encode import (
     one_leader,
 )
 from controlplane.admin.steering import AskWorkers, steer
+from controlplane.admin.telemetry import TelemetryAdmin
 from controlplane.admin.workers import Workers
 from controlplane.admin.writing import MAX_WAIT_MS, Writer, apply_work, pin_work, set_work
 from controlplane.answers import Answers, chosen
@@ -62,6 +63,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         leader: Leader,
         log: Answers,
         workers: Workers,
+        telemetry: TelemetryAdmin,
     ) -> None:
         self._replica = replica
         self._ask = ask
@@ -70,6 +72,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._leader = leader
         self._log = log
         self._workers = workers
+        self._telemetry = telemetry
         self._writer = Writer(replica, fleet, answers, metrics, peers)
 
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
@@ -236,6 +239,24 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with guarded(context):
             found = await self._workers.actions(request.node_id, request.limit or ACTIONS_DEFAULT)
             return admin_pb2.ListActionsResponse(actions=fitting(encode_action(a) for a in found))
+
+    async def GetTelemetry(
+        self, request: admin_pb2.GetTelemetryRequest, context: Any
+    ) -> admin_pb2.GetTelemetryResponse:
+        async with guarded(context):
+            return await self._telemetry.telemetry(request)
+
+    async def ListReports(self, request: admin_pb2.ListReportsRequest, context: Any) -> admin_pb2.ListReportsResponse:
+        async with guarded(context):
+            return self._telemetry.reports(request)
+
+    async def GetScale(self, request: admin_pb2.GetScaleRequest, context: Any) -> admin_pb2.GetScaleResponse:
+        async with guarded(context):
+            return await self._telemetry.scale(request)
+
+    async def ReloadNode(self, request: admin_pb2.ReloadNodeRequest, context: Any) -> admin_pb2.ReloadNodeResponse:
+        async with guarded(context):
+            return await self._workers.reload(request)
 
     def _newest(self) -> Stored:
         stored = self._replica.newest.value

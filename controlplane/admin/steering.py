@@ -40,7 +40,7 @@ class AskWorkers(Protocol):
     """ControlServicer.command."""
 
     def __call__(
-        self, command: control_pb2.Command, *, within_s: float
+        self, command: control_pb2.Command, *, within_s: float, only: frozenset[str] = frozenset()
     ) -> Awaitable[dict[str, control_pb2.CommandResult]]: ...
 
 
@@ -54,13 +54,14 @@ async def steer(
     meant = decode_match(request.match)
     _check(request, meant)
     command = _command(request)
-    results, elsewhere = await asyncio.gather(ask(command, within_s=ANSWER_S), _ask_peers(request, peers))
+    only = frozenset(request.node_ids)
+    results, elsewhere = await asyncio.gather(ask(command, within_s=ANSWER_S, only=only), _ask_peers(request, peers))
     nodes = [_encode(node_id, result) for node_id, result in results.items()]
     nodes += [node for node in elsewhere if node.node_id not in results]
     answered = {node.node_id for node in nodes}
     members = fleet.local() if request.local else list(fleet)
     for m in members:
-        if m.hello.role is NodeRole.WORKER and m.node_id not in answered:
+        if m.hello.role is NodeRole.WORKER and m.node_id not in answered and (not only or m.node_id in only):
             nodes.append(_unheard(m))
     action = request.WhichOneof("action")
     log.info(
@@ -72,6 +73,8 @@ async def steer(
         workload=meant.workload.value if meant.workload else None,
         tenant=meant.tenant,
         min_prompt_tokens=meant.min_prompt_tokens,
+        min_age_ms=meant.min_age_ms,
+        only=sorted(only),
         author=request.author,
         reason=request.reason,
         command_id=command.command_id,
@@ -109,7 +112,7 @@ def _check(request: admin_pb2.SteerRequestsRequest, meant: RequestMatch) -> None
     if request.WhichOneof("action") is None:
         faults.append(Violation("action", "set reprioritise, isolate or release"))
     if meant.empty:
-        faults.append(Violation("match", "say which: request_ids, workload, tenant or min_prompt_tokens"))
+        faults.append(Violation("match", "say which: request_ids, workload, tenant, min_prompt_tokens or min_age_ms"))
     if len(meant.request_ids) > MAX_IDS:
         faults.append(Violation("match.request_ids", f"at most {MAX_IDS} at once"))
     if "" in meant.request_ids:

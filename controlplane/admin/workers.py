@@ -109,8 +109,47 @@ class Workers:
         response.incarnation, response.model = worker.hello.incarnation, worker.hello.model
         response.others = len(self._others(worker))
         if not request.local:
-            await self._record(request, f"drain within {brief(request.deadline_ms)}{_unless_done(response)}")
+            what = "drain and restart" if request.restart else "drain"
+            await self._record(request, f"{what} within {brief(request.deadline_ms)}{_unless_done(response)}")
         return response
+
+    def runs(self, node_id: str, incarnation: str) -> bool:
+        """Whether that process is connected, here or at another replica."""
+        member = self._fleet.member(node_id)
+        return member is not None and member.connected and member.hello.incarnation == incarnation
+
+    async def reload(self, request: admin_pb2.ReloadNodeRequest) -> admin_pb2.ReloadNodeResponse:
+        """The worker's engine is told its policy anew. InvalidRequest for what is no worker."""
+        refuse_if(_signed(request))
+        worker = self._worker(request.node_id, "holds its policy in one process: there is nothing to tell anew")
+        response = await self._reload_here(request.node_id)
+        if response is None and worker.connected and worker.replica and not request.local:
+            forwarded = admin_pb2.ReloadNodeRequest()
+            forwarded.CopyFrom(request)
+            forwarded.local = True
+            asked = {worker.replica: forwarded}
+            answer = (await self._peers.ask_each("ReloadNode", asked, within_s=ANSWER_S + ASK_S)).get(worker.replica)
+            known = isinstance(answer, admin_pb2.ReloadNodeResponse)
+            response = (
+                answer
+                if known
+                else admin_pb2.ReloadNodeResponse(reason="NO_ANSWER", message="its replica gave no answer")
+            )
+        if response is None:
+            response = admin_pb2.ReloadNodeResponse(reason=NOT_CONNECTED, message="it has no control stream now")
+        if not request.local:
+            failed = "" if response.done else f"; not done: {response.reason}"
+            await self._record(request, f"policy told anew{failed}")
+        return response
+
+    async def _reload_here(self, node_id: str) -> admin_pb2.ReloadNodeResponse | None:
+        """None where it is not connected to this replica."""
+        command = control_pb2.Command(command_id=uuid.uuid4().hex)
+        command.reload_policy.SetInParent()
+        result = await self._ask_one(node_id, command, within_s=ANSWER_S)
+        if result is None:
+            return None
+        return admin_pb2.ReloadNodeResponse(done=result.ok, reason=result.reason, message=result.message)
 
     async def actions(self, node_id: str, limit: int) -> list[Action]:
         """Newest first."""
@@ -126,7 +165,7 @@ class Workers:
             elsewhere = worker.connected and not request.local
             return None if elsewhere else admin_pb2.DrainNodeResponse(reason=NOT_CONNECTED, message=words)
         command = control_pb2.Command(command_id=uuid.uuid4().hex)
-        command.drain.deadline_ms = request.deadline_ms
+        command.drain.deadline_ms, command.drain.restart = request.deadline_ms, request.restart
         result = await self._ask_one(worker.node_id, command, within_s=ANSWER_S)
         if result is None:
             return admin_pb2.DrainNodeResponse(reason=NOT_CONNECTED, message="not asked: it has just left")

@@ -36,7 +36,7 @@ from trimtab.v1 import admin_pb2
 
 log = structlog.get_logger(__name__)
 
-MAX_FIELDS = 64
+MAX_FIELDS = 256
 MAX_SPEC_FIELDS = 20_000
 """Of a whole spec, all its overlays together."""
 MAX_FIELD_CHARS = 100

@@ -39,6 +39,7 @@ BENCHES = {
         frozenset({"png", "arms", "block_s", "realtime_per_arm", "itl_budgets", "step_tokens", "trace"}),
     ),
     "scheduler": Bench("services.bench.scheduler", "run", "what scheduling costs per engine step, without a model"),
+    "reports": Bench("services.bench.report_cost", "run", "what measuring and reporting cost a worker, of one core"),
     "long-prompt": Bench(
         "services.bench.long_prompt",
         "run",
@@ -55,6 +56,12 @@ BENCHES = {
         "run",
         "what a token costs a gateway, by one stream per worker and by one per request",
         frozenset({"arms", "smg"}),
+    ),
+    "loops": Bench(
+        "services.bench.loops.course",
+        "run",
+        "a burst on a real mesh with the loops on and off, under our scheduler and under FCFS",
+        frozenset({"arms"}),
     ),
     "soak": Bench("services.bench.push.soak", "run", "ten minutes of puts: what every process's memory does"),
     "push": Bench("services.bench.push.course", "run", "from a policy's put to its holding in up to a thousand nodes"),
@@ -88,7 +95,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--png", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="mixed: draw a picture too."
 )
-@click.option("--arms", metavar="A,B", callback=_names, help="mixed, gateway: only these arms.")
+@click.option("--arms", metavar="A,B", callback=_names, help="mixed, gateway, loops: only these arms.")
 @click.option(
     "--block-s", type=click.FloatRange(2.0), help="mixed: seconds of a block. [default: 120; 60 with --quick]"
 )

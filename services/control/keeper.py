@@ -98,6 +98,13 @@ class PolicyKeeper:
         )
         return answer
 
+    async def reload(self) -> int:
+        """Tell the engine anew what holds here; the step from which it does. PolicyRefused when it won't take it."""
+        async with self._applying:
+            self._step_no = await self._obey(self.resolved.policy)
+        log.info("policy told anew", policy=str(self.held), step_no=self._step_no)
+        return self._step_no
+
     def resolved_for(self, node: Node) -> Policy:
         """What the policy held here is for another node, adjustments left out."""
         spec = dataclasses.replace(self._document, adjustments=())

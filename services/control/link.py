@@ -44,7 +44,8 @@ OnCommand = Callable[[control_pb2.Command], Awaitable[control_pb2.CommandResult 
 class ControlLink:
     """`hello` and `report` are asked anew each time. `on_push` gets (snapshot, sent_unix_ms, traceparent) and answers what became of it;
     what it raises is answered as a refusal. `on_fleet` gets each view as it comes;
-    the first ones after a control plane's start are partial. `on_command` answers None for what it does not know. `tls` is for a process
+    the first ones after a control plane's start are partial. `on_command` answers None for what it does not know.
+    `on_unsent` is told that the report asked for last has not left, so that its figures can go into the next one. `tls` is for a process
     that is several nodes; one node's is the process's.
     """
 
@@ -57,6 +58,7 @@ class ControlLink:
         on_push: OnPush,
         on_fleet: OnFleet | None = None,
         on_command: OnCommand | None = None,
+        on_unsent: Callable[[], None] | None = None,
         report_interval_s: float = 0.8,
         tls: Tls | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class ControlLink:
         self._on_push = on_push
         self._on_fleet = on_fleet
         self._on_command = on_command
+        self._on_unsent = on_unsent
         self._report_interval_s = report_interval_s
         self._tls = tls
         self._sequence = 0
@@ -200,7 +203,10 @@ class ControlLink:
         return True
 
     def _keep(self, message: control_pb2.ConnectRequest) -> None:
-        if not message.HasField("report") and len(self._outbox) < MAX_PENDING:
+        if message.HasField("report"):
+            if self._on_unsent is not None:
+                self._on_unsent()
+        elif len(self._outbox) < MAX_PENDING:
             self._outbox.appendleft(message)
             self._said.clear()
 

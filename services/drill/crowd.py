@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -25,6 +26,8 @@ class Crowd:
         self.outcomes: list[Outcome] = []
         self.seen: dict[int, Seen] = {}
         """The last stream of each case."""
+        self.gaps: list[tuple[float, float]] = []
+        """Of each stream that was not lost: when it was asked for, of the monotonic clock, and the longest time between two of its tokens."""
         self._gateways = gateways
         self._cases = cases
         self._right = right
@@ -46,7 +49,10 @@ class Crowd:
                     group.create_task(caller())
 
     async def _one(self, door: Door, index: int) -> None:
-        seen = await door.ask(self._cases[index].request(), DEADLINE_S)
+        case, begun = self._cases[index], time.monotonic()
+        seen = await door.ask(case.request(), DEADLINE_S)
+        if not seen.lost:
+            self.gaps.append((begun, seen.gap_s))
         self.seen[index] = seen
         self.outcomes.append(outcome(index, seen, self._right[index] if self._right else None))
         if seen.lost:

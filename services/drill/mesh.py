@@ -25,6 +25,7 @@ from services.bench.start import START_S
 from services.bench.steering import Steering
 from services.drill.proxy import Proxy
 from services.drill.strikes import DRAIN_S
+from services.drill.valkey import start_valkey
 from trimtab.kit.process import free_port
 
 READY_S, LEAVE_S, POLL_S, ASK_S = 60.0, 30.0, 0.1, 5.0
@@ -33,13 +34,18 @@ SERVING = "serving"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is started. `flags` and `environment` are the workers'; `policy` is set before anything is asked."""
+    """What is started. `flags` and `environment` are the workers', `own` is one worker's beside it; `policy` is set before anything is asked.
+
+    With `valkey` the control plane has a store of its own process, else one in its memory.
+    """
 
     workers: int
     gateways: int
     flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     policy: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    valkey: bool = False
 
 
 class Worker:
@@ -67,7 +73,8 @@ class Worker:
         if self._child is not None:
             self._processes.children.pop(self._child.name, None)
         self._lives += 1
-        self._child = await self._processes.start(f"{self.name}.{self._lives}", argv, self._shape.environment)
+        environment = {**self._shape.environment, **self._shape.own.get(self.name, {})}
+        self._child = await self._processes.start(f"{self.name}.{self._lives}", argv, environment)
         await self._child.ready(lambda: grpc_serving(self.address), START_S)
         self._child.cpu_s()  # so that its descendants are known, whatever becomes of it
 
@@ -126,6 +133,7 @@ class Mesh:
         self.proxy = proxy
         self.workers: dict[str, Worker] = {}
         self.gateways: list[str] = []
+        self.control = ""
         self.steering: Steering
         self.doors: list[str] = []
         self._session = session
@@ -134,7 +142,9 @@ class Mesh:
         """All serving, and the policy in force."""
         control, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
         common = ["--mesh", "drill", "--parent-pid", str(os.getpid()), "--log-level", "info"]
-        argv = ["-m", "controlplane", *common, "--listen", control, "--metrics", metrics, "--redis", "memory://"]
+        store = await start_valkey(self.processes) if shape.valkey else "memory://"
+        argv = ["-m", "controlplane", *common, "--listen", control, "--metrics", metrics, "--redis", store]
+        self.control = control
         child = await self.processes.start("control", argv)
         await child.ready(lambda: grpc_serving(control), READY_S)
         common += ["--control", control]

@@ -45,6 +45,8 @@ class Seen:
     message: str = ""
     first: float | None = None
     """When its first token came."""
+    gap_s: float = 0.0
+    """The longest between two of its tokens."""
     _worker: str = ""
     _last: float = 0.0
 
@@ -87,6 +89,8 @@ class Seen:
             return
         if self.moves and self.moves[-1].first is None:
             self.moves[-1] = replace(self.moves[-1], first=now)
+        if self._last:
+            self.gap_s = max(self.gap_s, now - self._last)
         self._last = now
 
 

@@ -85,7 +85,7 @@ class Gateway:
         )
         self._link: ControlLink | None = None
         self._looked_at, self._used, self._serving = 0.0, 0.0, 0
-        self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up)
+        self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up, self.admission.gauges)
         self.health = aio.HealthServicer()
         self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
         denials = Denials(self.metrics)
@@ -142,6 +142,7 @@ class Gateway:
                 me.report,
                 on_push=self.keeper.on_push,
                 on_fleet=self.endpoints.on_fleet,
+                on_unsent=self.metrics.intervals.give_back,
             )
             self._link = link
             self.endpoints.control_connected = lambda: link.connected

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, set_span_in_context
 
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import GatewayMetrics, Kind
 from trimtab.errors import Outcome, TrimtabError
 from trimtab.kit import telemetry
 from trimtab.messages import ChatMessage, Finish, Request, Workload
+from trimtab.policy import Policy
+from trimtab.scheduling import LengthClass, edges_of
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +23,14 @@ log = structlog.get_logger(__name__)
 class Account:
     """Starts with the request. Names follow the GenAI semantic conventions; no content is ever recorded."""
 
-    def __init__(self, request: Request, workload: Workload, parent: Context | None, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        request: Request,
+        workload: Workload,
+        parent: Context | None,
+        metrics: GatewayMetrics,
+        policy: Callable[[], Policy],
+    ) -> None:
         self.started = time.monotonic()
         self.first_token_at: float | None = None
         self.tokens = 0
@@ -35,6 +45,7 @@ class Account:
         self._request = request
         self._workload = workload
         self._metrics = metrics
+        self._policy = policy
         chat = bool(request.prompt) and isinstance(request.prompt[0], ChatMessage)
         self._operation = "chat" if chat else "text_completion"
         # Attributes are set at the end: nothing that can wait stands before the first token.
@@ -71,6 +82,7 @@ class Account:
         if tokens:
             if self.first_token_at is None:
                 self.first_token_at = now
+                self._metrics.first_token(self._kind(), now - self.started)
             if self._cut_at is not None:
                 self._metrics.resume_gap(now - self._cut_at)
                 self._cut_at = None
@@ -97,9 +109,7 @@ class Account:
             facts["ttft_ms"] = round(ttft_s * 1000.0, 1)
         self.span.set_attributes(self._request_attributes() | {"trimtab.outcome": outcome})
         self.span.end()
-        self._metrics.finished(
-            self._workload.value, outcome, reason, tokens=self.tokens, ttft_s=ttft_s, total_s=total_s
-        )
+        self._metrics.finished(self._kind(), outcome, reason, tokens=self.tokens, ttft_s=ttft_s, total_s=total_s)
         self._metrics.used(self._request.tenant, outcome, prompt_tokens=self.prompt_tokens, output_tokens=self.tokens)
         log.info(
             "request",
@@ -117,6 +127,16 @@ class Account:
             attempts=self.attempts,
             resumes=self.resumes,
             **facts,
+        )
+
+    def _kind(self) -> Kind:
+        """By what a worker said of its prompt's length."""
+        policy = self._policy()
+        return Kind(
+            self._workload,
+            cold=self.prompt_tokens >= policy.paths.hot_below,
+            length=LengthClass.of(self.prompt_tokens, edges_of(policy)),
+            whole=self._request.resume is None,
         )
 
     def _request_attributes(self) -> dict[str, Any]:

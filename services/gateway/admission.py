@@ -3,20 +3,22 @@
 A request has its place from `enter` to `leave`, which is when its stream has truly ended. The bound is on requests that no worker has accepted
 yet: REALTIME is handed to a worker at once, so more than a few of them means that the workers don't answer; BATCH waits here for its turn.
 When there is too much, cold BATCH goes first, then a REALTIME request gets less output than it asked for, and only then it is refused.
+While the mesh is degraded (`degraded.state`) there is no cold BATCH at all, and less output for everybody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from services.gateway.metrics import GatewayMetrics
-from trimtab import scheduling, tenant
+from trimtab import measures, scheduling, tenant
 from trimtab.errors import Cancelled, Draining, InvalidRequest, PermissionDenied, QueueFull, TrimtabError, Violation
 from trimtab.messages import Workload
-from trimtab.policy import Policy, Shed
+from trimtab.policy import Degraded, Policy, Shed
 from trimtab.tenant import Bucket, Tenant
 
 STALL_S = 30.0
@@ -49,7 +51,9 @@ class Admitted(Protocol):
         """End, and leave at once."""
         ...
 
-    def cap(self, max_tokens: int) -> None: ...
+    def cap(self, max_tokens: int, because: str) -> None:
+        """Give it no more output than that."""
+        ...
 
     def end(self, error: TrimtabError) -> None: ...
 
@@ -106,12 +110,10 @@ class Admission:
         if workload is Workload.REALTIME and not who.realtime:
             raise PermissionDenied(f"tenant {who.name!r} may not send REALTIME requests; send it as BATCH")
         self._bounded(call)
-        if workload is Workload.REALTIME:
-            if not self.may_start(who.name, who.share):
-                raise self._refused(call, "share", f"tenant {who.name!r} has its share of the slots ({who.share:g})")
-            if not call.resumed:
-                self._degrade(call)
+        if workload is Workload.REALTIME and not self.may_start(who.name, who.share):
+            raise self._refused(call, "share", f"tenant {who.name!r} has its share of the slots ({who.share:g})")
         if not call.resumed:
+            self._degrade(call)
             # What a client goes on with was weighed, and paid for, when it began.
             self._spend(call)
         self.live[call.request_id] = call
@@ -165,6 +167,8 @@ class Admission:
         """Those that workers may take up at once, and those beyond: the same two bounds that a worker has."""
         policy, workload = self._policy(), call.workload
         shed = policy.admission.shed
+        if workload is Workload.BATCH and call.cold and policy.degraded.state == Degraded.DEGRADED:
+            raise self._refused(call, "degraded", "cold BATCH requests are not taken now (degraded.state)")
         if workload is Workload.BATCH and (shed == Shed.BATCH or (shed == Shed.COLD and call.cold)):
             raise self._refused(call, "shed", f"{shed} requests are not taken now (admission.shed)")
         queue = scheduling.queue_bound(policy, workload)
@@ -178,9 +182,17 @@ class Admission:
             )
 
     def _degrade(self, call: Admitted) -> None:
-        rules = self._policy().admission
-        if rules.degraded_max_tokens and self._realtime_use() > rules.degrade_above:
-            call.cap(rules.degraded_max_tokens)
+        """Less output: for anybody while the mesh is degraded, for REALTIME while queues are full."""
+        policy = self._policy()
+        rules, degraded = policy.admission, policy.degraded
+        caps: list[tuple[int, str]] = []
+        if degraded.state == Degraded.DEGRADED:
+            caps.append((degraded.max_tokens, "the mesh is degraded (degraded.max_tokens)"))
+        full = call.workload is Workload.REALTIME and rules.degraded_max_tokens
+        if full and self._realtime_use() > rules.degrade_above:
+            caps.append((rules.degraded_max_tokens, "queues are full (admission.degraded_max_tokens)"))
+        if caps:
+            call.cap(*min(caps))
             self._metrics.shed(call.workload.value, "capped")
 
     def _spend(self, call: Admitted) -> None:
@@ -207,6 +219,18 @@ class Admission:
         self._metrics.shed(call.workload.value, why)
         facts = {"workload": call.workload.value} | ({"bound": str(bound)} if bound is not None else {})
         return QueueFull(text, metadata=facts, retry_after_ms=retry_after_ms)
+
+    def gauges(self) -> dict[str, float]:
+        """Requests that no worker has accepted yet wait; the others run."""
+        in_flight = Counter(call.workload for call in self.live.values())
+        waiting = self.unaccepted
+        return {
+            measures.REALTIME_WAITING: waiting[Workload.REALTIME],
+            measures.BATCH_WAITING: waiting[Workload.BATCH],
+            measures.COLD_WAITING: self._cold,
+            measures.REALTIME_RUNNING: in_flight[Workload.REALTIME] - waiting[Workload.REALTIME],
+            measures.BATCH_RUNNING: in_flight[Workload.BATCH] - waiting[Workload.BATCH],
+        }
 
     def in_flight(self, workload: Workload) -> int:
         return sum(call.workload is workload for call in self.live.values())

@@ -82,7 +82,7 @@ class Call:
             timeout_s = tenant.deadline_s.get(self.workload, dispatch.deadline_s[self.workload])
         self._deadline = time.monotonic() + timeout_s
         self._timer: asyncio.TimerHandle | None = None
-        self._account = Account(self._request, self.workload, parent, dispatch.metrics)
+        self._account = Account(self._request, self.workload, parent, dispatch.metrics, dispatch.policy)
         self._delivered = Delivered(self._request.resume)
         self._standing = resuming.Standing(
             accepted=self._request.resume is not None,
@@ -178,13 +178,13 @@ class Call:
             self._given_up = True
             self._reader.cancel()
 
-    def cap(self, max_tokens: int) -> None:
+    def cap(self, max_tokens: int, because: str) -> None:
         """Give it no more output than so many tokens, and say so."""
         asked = self._pb.sampling.max_tokens if self._pb.sampling.HasField("max_tokens") else None
         if asked is not None and asked <= max_tokens:
             return
         self._pb.sampling.max_tokens = max_tokens
-        self._to_say.append(notices.capped(max_tokens))
+        self._to_say.append(notices.capped(max_tokens, because))
 
     def _admit(self) -> None:
         if self._error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from importlib.metadata import version
 
@@ -12,7 +13,7 @@ from services.gateway.endpoint import Endpoint
 from services.gateway.metrics import GatewayMetrics
 from trimtab import codec
 from trimtab.breaking import Trip
-from trimtab.messages import Load, NodeState
+from trimtab.messages import Load, NodeState, Report
 from trimtab.policy import POLICY_SCHEMA
 from trimtab.v1 import control_pb2
 
@@ -68,8 +69,15 @@ class Identification:
         a = self._admission
         waiting = sum(a.unaccepted.values())
         state = NodeState.DRAINING if a.draining else NodeState.SERVING
-        return control_pb2.Report(
-            state=codec.encode_state(state),
-            load=codec.encode_load(Load(running=len(a.live) - waiting, waiting=waiting)),
-            counters=self._metrics.counters,
+        taken = self._metrics.intervals.take(time.monotonic())
+        return codec.encode_report(
+            Report(
+                sequence=0,  # the link numbers them
+                state=state,
+                load=Load(running=len(a.live) - waiting, waiting=waiting),
+                counters=self._metrics.counters,
+                gauges=a.gauges(),
+                sketches=taken.sketches,
+                interval_ms=taken.interval_ms,
+            )
         )

@@ -1,15 +1,24 @@
-"""A gateway's Prometheus metrics. Labels are bounded: two workloads, five outcomes, reasons from the error tree, and so many tenants."""
+"""A gateway's metrics: for Prometheus, and what goes up with its reports.
+
+Labels are bounded: two workloads, two paths, five length classes, five outcomes, reasons from the error tree, and so many tenants.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
+import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trimtab import measures
 from trimtab.errors import BY_REASON
+from trimtab.interval import Intervals
 from trimtab.messages import FinishReason, Workload
+from trimtab.scheduling import LengthClass
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 REASONS = frozenset(BY_REASON) | {r.value for r in FinishReason}
@@ -18,14 +27,28 @@ TENANTS = 200
 OTHERS = "other"
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is told apart of a request. `whole` is False where its client goes on with what it got elsewhere."""
+
+    workload: Workload
+    cold: bool
+    length: LengthClass
+    whole: bool = True
+
+    @property
+    def path(self) -> str:
+        return measures.COLD if self.cold else measures.HOT
+
+
 class GatewayMetrics:
     """Counters are written as requests end; gauges are read when they are scraped, so they are never stale."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, ["workload"], registry=self.registry, buckets=SECONDS)
+        def histogram(name: str, text: str, label: str = "workload") -> Histogram:
+            return Histogram(name, text, [label], registry=self.registry, buckets=SECONDS)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
@@ -33,6 +56,12 @@ class GatewayMetrics:
         self._requests = counter("trimtab_gateway_requests", "Requests ended", ("workload", "outcome", "reason"))
         self._ttft = histogram("trimtab_gateway_ttft_seconds", "Arrival to first token delivered")
         self._e2e = histogram("trimtab_gateway_e2e_seconds", "Arrival to the end, of requests that ended well")
+        self._by_length = histogram(
+            "trimtab_gateway_length_ttft_seconds", "Arrival to first token, by length of the prompt", "length_class"
+        )
+        self._paths = counter(
+            "trimtab_gateway_path_requests", "Requests with a first token that ended", ("workload", "path")
+        )
         self._tokens = counter("trimtab_gateway_output_tokens", "Tokens delivered")
         self._retries = counter("trimtab_gateway_retries", "Attempts beyond a request's first")
         self._resumed = counter("trimtab_gateway_resumes", "Streams that went on at another worker", ("cause",))
@@ -54,16 +83,29 @@ class GatewayMetrics:
         self._tenants: set[str] = set()
         self.counters = {"requests": 0, "errors": 0, "output_tokens": 0, "retries": 0, "resumes": 0, "shed": 0}
         """Since this incarnation began; they go up with the report."""
+        self.intervals = Intervals(time.monotonic())
+        """TTFT and E2E as clients see them."""
+
+    def first_token(self, kind: Kind, ttft_s: float) -> None:
+        """It came, so long after the request."""
+        if kind.whole:
+            self.intervals.add(measures.ttft(kind.workload, kind.path), ttft_s * 1000.0)
+            self.intervals.add(measures.ttft_by_length(kind.length), ttft_s * 1000.0)
 
     def finished(
-        self, workload: str, outcome: str, reason: str, *, tokens: int, ttft_s: float | None, total_s: float
+        self, kind: Kind, outcome: str, reason: str, *, tokens: int, ttft_s: float | None, total_s: float
     ) -> None:
+        workload = kind.workload.value
         self._requests.labels(workload, outcome, reason if reason in REASONS else "OTHER").inc()
         self._tokens.inc(tokens)
         if ttft_s is not None:
             self._ttft.labels(workload).observe(ttft_s)
+            self._by_length.labels(kind.length.value).observe(ttft_s)
+            self._paths.labels(workload, kind.path).inc()
         if outcome == "ok":
             self._e2e.labels(workload).observe(total_s)
+            if kind.whole:
+                self.intervals.add(measures.e2e(kind.workload), total_s * 1000.0)
         self.counters["requests"] += 1
         self.counters["errors"] += outcome == "engine_fault"
         self.counters["output_tokens"] += tokens
@@ -105,8 +147,14 @@ class GatewayMetrics:
     def dropped(self) -> None:
         self._dropped.inc()
 
-    def watch(self, in_flight: Callable[[Workload], int], links_up: Callable[[], int]) -> None:
-        self.registry.register(_Gauges(in_flight, links_up))
+    def watch(
+        self,
+        in_flight: Callable[[Workload], int],
+        links_up: Callable[[], int],
+        standing: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """`standing` gives gauges by the names of `trimtab.measures`."""
+        self.registry.register(_Gauges(in_flight, links_up, standing))
 
     def text(self) -> bytes:
         """The Prometheus text format."""
@@ -114,13 +162,32 @@ class GatewayMetrics:
 
 
 class _Gauges(Collector):
-    def __init__(self, in_flight: Callable[[Workload], int], links_up: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        in_flight: Callable[[Workload], int],
+        links_up: Callable[[], int],
+        standing: Callable[[], Mapping[str, float]],
+    ) -> None:
         self._in_flight = in_flight
         self._links_up = links_up
+        self._standing = standing
+        self._process = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily("trimtab_gateway_in_flight", "Requests not yet ended", labels=["workload"])
         for workload in Workload:
             family.add_metric([workload.value], self._in_flight(workload))
         yield family
+        gauges = self._standing()
+        family = GaugeMetricFamily("trimtab_gateway_waiting", "Not yet accepted by a worker", labels=["workload"])
+        for workload, name in (
+            (Workload.REALTIME, measures.REALTIME_WAITING),
+            (Workload.BATCH, measures.BATCH_WAITING),
+        ):
+            family.add_metric([workload.value], gauges[name])
+        yield family
+        text = "BATCH requests with cold prompts among them"
+        yield GaugeMetricFamily("trimtab_gateway_cold_waiting", text, value=gauges[measures.COLD_WAITING])
+        rss = self._process.memory_info().rss
+        yield GaugeMetricFamily("trimtab_gateway_rss_bytes", "Resident memory of this process", value=rss)
         yield GaugeMetricFamily("trimtab_gateway_links_up", "Workers with a living link", value=self._links_up())

@@ -5,10 +5,9 @@ from __future__ import annotations
 from trimtab.v1 import inference_pb2
 
 
-def capped(max_tokens: int) -> inference_pb2.GenerateResponse:
+def capped(max_tokens: int, because: str) -> inference_pb2.GenerateResponse:
     """It gets less than it asked for."""
-    detail = f"queues are full: the output is capped at {max_tokens} tokens (admission.degraded_max_tokens)"
-    return _notice(inference_pb2.NOTICE_KIND_DEGRADED, detail)
+    return _notice(inference_pb2.NOTICE_KIND_DEGRADED, f"the output is capped at {max_tokens} tokens: {because}")
 
 
 def resumed(index: int, worker: str, because: str) -> inference_pb2.GenerateResponse:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
+import os
 import signal
 import sys
 import time
@@ -16,22 +18,26 @@ import click
 import grpc
 import structlog
 import uvloop
-from prometheus_client import start_http_server
 
 from services.control import PolicyKeeper
 from services.worker.commands import Commands
 from services.worker.engines import Engine
 from services.worker.gate import Gate
 from services.worker.health import Health
+from services.worker.measuring import Measuring
 from services.worker.membership import Membership, node_of
-from services.worker.metrics import WorkerMetrics
+from services.worker.metrics import Watched, WorkerMetrics
 from services.worker.model import ModelError
+from services.worker.promised import Promised
+from services.worker.resident import Resident
 from services.worker.server import InferenceServicer, register
 from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
+from services.worker.standing import Standing
 from services.worker.steering import Steering
 from trimtab.errors import Draining, EngineDead
 from trimtab.kit import config, process, rpc, telemetry
+from trimtab.kit.scrape import serve_metrics
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import NodeState
@@ -45,6 +51,8 @@ LAST_WORDS_S = 2.0
 """For what is sent elsewhere at a drain's deadline to be told so."""
 PARTING_S = 1.0
 """For the control plane to be told that the drain was obeyed."""
+ENDS_S = 8.0
+"""What all of it takes after a drain's deadline at most; an engine that is stuck is killed then, and this process ends."""
 
 
 def model_path(s: WorkerSettings) -> str:
@@ -57,15 +65,17 @@ def model_path(s: WorkerSettings) -> str:
 def build_engine(s: WorkerSettings) -> Engine:
     """The engine that the settings name; heavy imports happen only for the one that is wanted."""
     if s.engine == "simulated":
-        from services.worker.engines.simulated import SimulatedEngine
+        from services.worker.engines.faults import simulated
 
-        return SimulatedEngine(
+        return simulated(
+            s.node_id,
             model=s.served_model_name or "simulated",
             max_num_seqs=s.max_num_seqs,
             max_step_tokens=s.max_step_tokens,
             max_model_len=s.max_model_len or 131_072,
             step_ms=s.step_ms,
             token_us=s.token_us,
+            kv_blocks=s.kv_blocks,
         )
     from services.worker import model
     from services.worker.engines.vllm import VllmEngine
@@ -97,17 +107,36 @@ class Worker:
     server: grpc.aio.Server
     membership: Membership
     steering: Steering
+    resident: Resident
     stopping: asyncio.Event
     drain_s: float
     """The settings', or what an operator said when he had it drained."""
     drain_until: float = 0.0
     """When that is over, of the monotonic clock; 0 before anybody had it drained. Who says it again moves it."""
 
-    def drain_by(self, deadline_s: float) -> None:
-        """Stop, with so much time for what runs."""
+    restart: bool = False
+    """It stops so that it is started anew."""
+
+    def drain_by(self, deadline_s: float, restart: bool = False) -> bool:
+        """Stop, with so much time for what runs. Who wants it gone wins over who wants it anew, whoever came first: then False."""
+        if restart and self.stopping.is_set() and not self.restart:
+            return False
+        self.restart = restart
         self.drain_s = deadline_s
         self.drain_until = time.monotonic() + deadline_s
         self.stopping.set()
+        return True
+
+    def leave(self) -> None:
+        """Stop for good, within the time that the settings give or a command gave."""
+        self.restart = False
+        self.stopping.set()
+
+    def exit_code(self, failed: bool) -> int:
+        """Of a restart that was commanded, whatever became of the engine on the way; of an engine that died, of a part that failed, or 0."""
+        if self.restart:
+            return process.EXIT_RESTART
+        return EXIT_ENGINE_DEAD if self.engine.dead else int(failed)
 
 
 def vllm_protos() -> bool:
@@ -158,6 +187,16 @@ def obedience(engine: Engine, gate: Gate) -> Callable[[Policy], Awaitable[int]]:
     return obey
 
 
+def policy_of(keeper: PolicyKeeper) -> Policy:
+    """What holds here now."""
+    return keeper.resolved.policy
+
+
+def around(engine: Engine) -> tuple[int, int]:
+    """How many requests run in the engine now, and the longest prompt in prefill there."""
+    return engine.load().running, int(engine.stats().get("longest_prefill", 0))
+
+
 async def compose(s: WorkerSettings) -> Worker:
     """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
@@ -171,19 +210,30 @@ async def compose(s: WorkerSettings) -> Worker:
     await keeper.start()
     metrics = WorkerMetrics(engine.model)
     steering = Steering(engine, gate)
-    serving = Serving(s.node_id, engine, gate, keeper, metrics, steering)
+    policy = functools.partial(policy_of, keeper)
+    measuring = Measuring(policy, functools.partial(around, engine), time.monotonic())
+    serving = Serving(s.node_id, engine, gate, keeper, metrics, measuring, steering)
     stopping = asyncio.Event()
     health = Health(engine, lambda: serving.draining, stopping.set)
+    resident = Resident(os.getpid())
+    standing = Standing(engine, gate, health, policy, resident)
+    metrics.registry.register(Promised(policy, measuring.counters))
     metrics.watch(
-        lambda: serving.load,
-        engine.limits,
-        lambda: engine.pulse().step_no,
-        lambda: health.state is NodeState.SERVING,
-        engine.stats,
+        Watched(
+            lambda: serving.load,
+            engine.limits,
+            lambda: engine.pulse().step_no,
+            lambda: health.state is NodeState.SERVING,
+            engine.stats,
+            standing,
+            measuring.gaps,
+            time.monotonic,
+        )
     )
     host = s.listen.rsplit(":", 1)[0]
     commands = Commands(steering)
-    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, metrics, commands)
+    commands.reload = keeper.reload
+    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, measuring, standing, commands)
     servicer = InferenceServicer(
         serving,
         gate,
@@ -194,7 +244,7 @@ async def compose(s: WorkerSettings) -> Worker:
     )
     others = open_vllm_door(s, server, serving, engine, steering, health, keeper)
     register(server, servicer, health.servicer, others)
-    worker = Worker(s, engine, serving, health, metrics, server, membership, steering, stopping, s.drain_s)
+    worker = Worker(s, engine, serving, health, metrics, server, membership, steering, resident, stopping, s.drain_s)
     commands.drain_by = worker.drain_by
     return worker
 
@@ -204,10 +254,9 @@ async def serve(s: WorkerSettings) -> int:
     w = await compose(s)
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, w.stopping.set)
-    host, port = s.metrics.rsplit(":", 1)
+        loop.add_signal_handler(sig, w.leave)
     try:
-        httpd, _ = start_http_server(int(port), host, registry=w.metrics.registry)
+        httpd = serve_metrics(s.metrics, w.metrics.registry)
     except OSError as e:
         await w.engine.stop()
         raise rpc.PortTaken(rpc.port_taken(s.metrics)) from e
@@ -219,34 +268,47 @@ async def serve(s: WorkerSettings) -> int:
         failed = True
         w.stopping.set()
 
-    background = [vital(w.health.run(), "health", fail), vital(w.membership.run(), "control link", fail)]
+    background = [
+        vital(w.health.run(), "health", fail),
+        vital(w.membership.run(), "control link", fail),
+        vital(w.resident.run(), "memory in use", fail),
+    ]
     log.info("worker ready", node=s.node_id, listen=s.listen, engine=w.engine.limits.engine, model=w.engine.model)
     await w.stopping.wait()
     if w.engine.dead:
-        log.error("engine died", node=s.node_id)
-        w.membership.say_engine_died("the engine process is gone")
+        death = w.engine.death()
+        log.error("engine died", node=s.node_id, because=death.words, out_of_memory=death.out_of_memory)
+        w.membership.say_engine_died(death)
         await asyncio.sleep(0.2)  # the event's way out; the process has nothing else to wait for
+        call_off = process.end_within(ENDS_S, w.exit_code(failed))
     else:
         await drain(w)
+        call_off = process.end_within(ENDS_S, w.exit_code(failed))
+        await hand_over(w)
         await w.membership.said(PARTING_S)
     for task in background:
         await rpc.cancel_and_wait(task)
     await w.server.stop(0.5)
-    dead = w.engine.dead
+    code = w.exit_code(failed)
     await w.engine.stop()
     httpd.shutdown()
-    log.info("worker stopped", node=s.node_id)
-    return EXIT_ENGINE_DEAD if dead else int(failed)
+    call_off()
+    log.info("worker stopped", node=s.node_id, exit_code=code)
+    return code
 
 
 async def drain(w: Worker) -> None:
-    """No new work; what runs gets until the deadline to finish, and is then sent elsewhere: its gateways go on with it at another worker."""
+    """No new work; what runs gets until the deadline to finish."""
     w.serving.draining = True
     w.drain_until = w.drain_until or time.monotonic() + w.drain_s
     w.membership.say_draining(w.drain_s)
     log.info("draining", unfinished=w.serving.unfinished, deadline_s=w.drain_s)
     while w.serving.unfinished and time.monotonic() < w.drain_until:
         await asyncio.sleep(0.05)
+
+
+async def hand_over(w: Worker) -> None:
+    """What still runs is sent elsewhere: its gateways go on with it at another worker."""
     deadline, moved = time.monotonic() + LAST_WORDS_S, 0
     while w.serving.unfinished and time.monotonic() < deadline:
         # Again and again: a prompt that was still being tokenised comes to the queue only now.

@@ -18,6 +18,7 @@ from trimtab.v1 import control_pb2
 log = structlog.get_logger(__name__)
 
 EMPTY_MATCH = "EMPTY_MATCH"
+LEAVING = "LEAVING"
 
 
 class Commands:
@@ -25,8 +26,11 @@ class Commands:
 
     def __init__(self, steering: Steering) -> None:
         self._steering = steering
-        self.drain_by: Callable[[float], None] | None = None
-        """Stops this worker, with so many seconds for what runs; set once there is something to stop."""
+        self.drain_by: Callable[[float, bool], bool] | None = None
+        """Stops this worker, with so many seconds for what runs, so that it is started anew or for good; False where it is stopped for good
+        already and is not to come back. Set once there is something to stop."""
+        self.reload: Callable[[], Awaitable[int]] | None = None
+        """Tells the engine anew what the policy here says; set once there is one."""
 
     async def obey(self, command: control_pb2.Command) -> control_pb2.CommandResult | None:
         """What became of it; None for a command that this build does not know."""
@@ -47,11 +51,19 @@ class Commands:
                 return await _act(
                     command, isolate.match, (), lambda meant: self._steering.isolate(meant, isolate.isolated)
                 )
-            case "drain" if self.drain_by is not None:
-                deadline_s = command.drain.deadline_ms / 1000.0
-                log.info("drain commanded", command_id=command.command_id, deadline_s=deadline_s)
-                self.drain_by(deadline_s)
+            case "reload_policy" if self.reload is not None:
+                try:
+                    await self.reload()
+                except TrimtabError as e:
+                    return control_pb2.CommandResult(ok=False, reason=e.reason, message=e.message)
                 return control_pb2.CommandResult(ok=True)
+            case "drain" if self.drain_by is not None:
+                deadline_s, restart = command.drain.deadline_ms / 1000.0, command.drain.restart
+                log.info("drain commanded", command_id=command.command_id, deadline_s=deadline_s, restart=restart)
+                if self.drain_by(deadline_s, restart):
+                    return control_pb2.CommandResult(ok=True)
+                words = "it is drained for good already, and does not come back"
+                return control_pb2.CommandResult(ok=False, reason=LEAVING, message=words)
             case _:
                 return None
 
@@ -69,7 +81,7 @@ async def _act(
     try:
         meant = decode_match(merged)
         if meant.empty:
-            words = "the match says nothing: give request ids, a workload, a tenant or min_prompt_tokens"
+            words = "the match says nothing: give request ids, a workload, a tenant, min_prompt_tokens or min_age_ms"
             return control_pb2.CommandResult(ok=False, reason=EMPTY_MATCH, message=words)
         affected = await act(meant)
     except TrimtabError as e:

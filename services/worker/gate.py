@@ -47,6 +47,13 @@ class Gate:
     def waiting(self) -> int:
         return sum(len(line) for line in self._lines.values())
 
+    def waiting_of(self, workload: Workload) -> int:
+        return len(self._lines[workload])
+
+    def cold_waiting(self, hot_below: int) -> int:
+        """BATCH requests among them whose prompts are not below so many tokens."""
+        return sum(ticket.prompt_tokens >= hot_below for ticket in self._lines[Workload.BATCH])
+
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the waiting."""

@@ -35,6 +35,7 @@ class Health:
         self._work_since = 0.0
         self._stuck: Pulse | None = None
         """Where the engine stood when it was found hung; it is until it shows life."""
+        self._stuck_since = 0.0
         self._ping: asyncio.Task[None] | None = None
         self._services: tuple[str, ...] = SERVICES
         self.servicer = aio.HealthServicer()
@@ -55,6 +56,8 @@ class Health:
         pulse = self._engine.pulse()
         moving = judge(pulse, work_waiting=busy, idle_since=self._work_since, now=now)
         if moving is Progress.HUNG:
+            if self._stuck is None:
+                self._stuck_since = now
             self._stuck = pulse
         elif self._stuck is not None and (pulse != self._stuck or (not busy and self._answers())):
             self._stuck = self._ping = None
@@ -66,6 +69,10 @@ class Health:
     def hung(self) -> bool:
         """As judged last; a worker that drains may be hung too."""
         return self._stuck is not None
+
+    def hung_s(self, now: float) -> float:
+        """For how long it has been found hung; 0.0 while it moves."""
+        return 0.0 if self._stuck is None else max(0.0, now - self._stuck_since)
 
     def _answers(self) -> bool:
         """Whether an engine that was hung has answered since. When its work has gone elsewhere there is no step by which it could show it."""

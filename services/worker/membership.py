@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from importlib.metadata import version
 
 from services.control import ControlLink, PolicyKeeper
 from services.worker.commands import Commands
 from services.worker.engines import Engine
+from services.worker.engines.death import Death
 from services.worker.health import Health
-from services.worker.metrics import WorkerMetrics
+from services.worker.measuring import Measuring
 from services.worker.serving import Serving
 from services.worker.settings import WorkerSettings
+from services.worker.standing import Standing
 from trimtab import codec
-from trimtab.messages import NodeState
+from trimtab.messages import NodeState, Report
 from trimtab.policy import POLICY_SCHEMA
+from trimtab.scheduling import NOW
 from trimtab.snapshot import Node
 from trimtab.v1 import control_pb2
 
@@ -36,7 +40,8 @@ class Membership:
         keeper: PolicyKeeper,
         serving: Serving,
         health: Health,
-        metrics: WorkerMetrics,
+        measuring: Measuring,
+        standing: Standing,
         commands: Commands,
     ) -> None:
         self._settings = settings
@@ -45,10 +50,16 @@ class Membership:
         self._keeper = keeper
         self._serving = serving
         self._health = health
-        self._metrics = metrics
+        self._measuring = measuring
+        self._standing = standing
         self._incarnation = uuid.uuid4().hex
         self._link = ControlLink(
-            settings.control, self._hello, self._report, on_push=keeper.on_push, on_command=commands.obey
+            settings.control,
+            self._hello,
+            self.report,
+            on_push=keeper.on_push,
+            on_command=commands.obey,
+            on_unsent=measuring.intervals.give_back,
         )
 
     async def run(self) -> None:
@@ -63,8 +74,9 @@ class Membership:
         """Once the control plane has been told all of it, or the time is over."""
         await self._link.said(within_s)
 
-    def say_engine_died(self, message: str) -> None:
-        self._link.send_event(control_pb2.NodeEvent(engine_died=control_pb2.EngineDied(message=message)))
+    def say_engine_died(self, death: Death) -> None:
+        died = control_pb2.EngineDied(message=death.words, out_of_memory=death.out_of_memory)
+        self._link.send_event(control_pb2.NodeEvent(engine_died=died))
 
     def _hello(self) -> control_pb2.Hello:
         s, node = self._settings, node_of(self._settings, self._engine)
@@ -86,15 +98,25 @@ class Membership:
         )
 
     def _scheduler_counters(self) -> dict[str, int]:
-        """Running totals and high-water marks of the scheduler, under its own prefix."""
-        return {f"scheduler_{k}": int(v) for k, v in self._engine.stats().items() if not k.startswith("step_")}
+        """Running totals and high-water marks of the scheduler, under its own prefix: what never falls."""
+        return {f"scheduler_{k}": int(v) for k, v in self._engine.stats().items() if k not in NOW}
 
-    def _report(self) -> control_pb2.Report:
+    def report(self) -> control_pb2.Report:
+        """How it fares now, and what was measured since it was asked before."""
         # Health looks twice a second; whoever drains must not be said to serve meanwhile.
         state = NodeState.DRAINING if self._serving.draining else self._health.state
-        return control_pb2.Report(
-            state=codec.encode_state(state),
-            load=codec.encode_load(self._serving.load),
-            steps=self._engine.pulse().step_no,
-            counters={**self._metrics.counters, **self._scheduler_counters()},
+        now = time.monotonic()
+        taken = self._measuring.intervals.take(now)
+        return codec.encode_report(
+            Report(
+                sequence=0,  # the link numbers them
+                state=state,
+                load=self._serving.load,
+                steps=self._engine.pulse().step_no,
+                counters={**self._measuring.counters, **self._scheduler_counters()},
+                gauges=self._standing.report(now),
+                sketches=taken.sketches,
+                outliers=taken.outliers,
+                interval_ms=taken.interval_ms,
+            )
         )

@@ -20,7 +20,9 @@ from opentelemetry import trace
 
 from services.control import PolicyKeeper
 from services.worker.engines import ChatRefused, Engine, Job, Stamps
+from services.worker.engines.death import described, wants_memory
 from services.worker.gate import Gate
+from services.worker.measuring import End, Measuring, Ongoing
 from services.worker.metrics import WorkerMetrics
 from services.worker.steering import Held, Steering
 from services.worker.text import TextAssembler
@@ -55,10 +57,16 @@ def resumed_seed(seed: int, index: int) -> int:
 class Progress:
     """What is known of a request so far; the doors read it for the log line of one that ended early."""
 
+    age_s: float = 0.0
+    """How long the mesh had it as it came."""
     prompt_tokens: int = 0
     delivered: int = 0
     cached: int = 0
     stamps: Stamps = field(default_factory=Stamps)
+    measured: Ongoing | None = None
+    """From its acceptance on."""
+    short_of_memory: bool = False
+    """The engine ended it for that."""
 
 
 class Serving:
@@ -71,6 +79,7 @@ class Serving:
         gate: Gate,
         keeper: PolicyKeeper,
         metrics: WorkerMetrics,
+        measuring: Measuring,
         steering: Steering,
     ) -> None:
         self._worker_id = worker_id
@@ -78,6 +87,7 @@ class Serving:
         self._gate = gate
         self._keeper = keeper
         self._metrics = metrics
+        self._measuring = measuring
         self._steering = steering
         self._jobs = 0
         self.draining = False
@@ -114,7 +124,7 @@ class Serving:
         )
         span.set_attribute("trimtab.policy", str(self._keeper.held))
         arrival = time.monotonic()
-        progress = Progress()
+        progress = Progress(age_s)
         self.unfinished += 1
         outcome, reason = "cancelled", "CANCELLED"
         try:
@@ -125,10 +135,12 @@ class Serving:
                     yield event
         except TrimtabError as e:
             outcome, reason = e.outcome.value, e.reason
+            progress.short_of_memory = isinstance(e, EngineFault) and self._short_of_memory(e)
             telemetry.fail(span, e, e.reason)
             raise
         except Exception as e:
             outcome, reason = "engine_fault", "INTERNAL"
+            progress.short_of_memory = self._short_of_memory(e)
             telemetry.fail(span, e, "INTERNAL")
             raise
         finally:
@@ -167,6 +179,7 @@ class Serving:
         job = held.job
         ticket, position = self._gate.enter(job.request_id, job.workload, len(job.token_ids), job.arrival_ms)
         held.ticket = ticket
+        progress.measured = self._measuring.accepted(request, progress.prompt_tokens, arrival, progress.age_s)
         try:
             yield m.Accepted(
                 request_id=request.request_id,
@@ -276,10 +289,12 @@ class Serving:
                 usage = m.Usage(progress.prompt_tokens, index, 0)
                 yield m.Finish(already, usage, m.Timings(), replayed.stop or "")
                 return
-        prompt_tokens = progress.prompt_tokens
+        prompt_tokens, measured = progress.prompt_tokens, progress.measured
         async with aclosing(self._engine.generate(job)) as outputs:
             async for out in outputs:
                 progress.stamps = out.stamps
+                if measured is not None and out.token_ids:
+                    self._measuring.output(measured, out.stamps, time.monotonic())
                 progress.cached = out.cached_prompt_tokens
                 piece = text.push(out.token_ids, silent_last=out.finish == "stop" and not request.sampling.include_stop)
                 ended = out.finish is not None or piece.stop is not None
@@ -307,6 +322,10 @@ class Serving:
             return m.FinishReason.STOP
         return m.FinishReason.LENGTH if job.max_tokens < 1 else None
 
+    def _short_of_memory(self, error: Exception) -> bool:
+        """Whether the engine ended the request for want of memory: by itself, or because it is gone for that."""
+        return (self._engine.dead and self._engine.death().out_of_memory) or wants_memory(described(error))
+
     def _account(
         self, request: m.Request, span: trace.Span, progress: Progress, arrival: float, outcome: str, reason: str
     ) -> None:
@@ -327,13 +346,16 @@ class Serving:
         span.set_attribute("trimtab.outcome", outcome)
         span.end()
         t = timings(arrival, s)
-        workload = (request.workload or m.Workload.REALTIME).value
-        self._metrics.finished(workload, outcome, progress.prompt_tokens, progress.delivered, t)
+        workload = request.workload or m.Workload.REALTIME
+        p = progress
+        end = End(workload, outcome, p.prompt_tokens, p.delivered, p.cached, t, now, p.short_of_memory)
+        self._measuring.ended(end, progress.measured)
+        self._metrics.finished(end, progress.measured)
         log.info(
             "request",
             request_id=request.request_id,
             trace_id=f"{span.get_span_context().trace_id:032x}",
-            workload=workload,
+            workload=workload.value,
             outcome=outcome,
             reason=reason,
             prompt_tokens=progress.prompt_tokens,

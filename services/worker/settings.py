@@ -35,6 +35,9 @@ class WorkerSettings(TlsSettings):
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     step_ms: float = setting(10.0, "simulated engine: constant part of a step, in milliseconds")
     token_us: float = setting(20.0, "simulated engine: microseconds for each token of a step")
+    kv_blocks: int | None = setting(
+        None, "simulated engine: KV blocks of 16 tokens; none takes what four of the longest requests need"
+    )
     allow_untested_vllm: bool = setting(False, "start on a vLLM version that this build was not tested with")
     log_level: str = setting("info", "debug, info, warning or error")
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
@@ -49,6 +52,8 @@ class WorkerSettings(TlsSettings):
             raise ValueError("worker max_num_seqs must be at least 1, and max_step_tokens at least max_num_seqs")
         if self.kv_cache_gib < 1:
             raise ValueError(f"worker kv_cache_gib must be at least 1, not {self.kv_cache_gib}")
+        if self.kv_blocks is not None and 16 * self.kv_blocks < (self.max_model_len or 131_072):
+            raise ValueError("worker kv_blocks must hold one request of max_model_len tokens, 16 in a block")
         if self.vllm_door not in ("auto", "on", "off"):
             raise ValueError(f"worker vllm_door must be auto, on or off, not {self.vllm_door!r}")
         if bad := [label for label in self.labels if "=" not in label]:

@@ -5,6 +5,7 @@ Which are meant is said by id or by what they have in common. A request is found
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,11 +88,8 @@ class Steering:
         await self._engine.abort(self._in_engine(found))
 
     def _matching(self, match: RequestMatch) -> list[Held]:
-        return [
-            held
-            for held in self._held.values()
-            if match.covers(held.request_id, held.job.workload, held.job.tenant, len(held.job.token_ids))
-        ]
+        now_ms = time.monotonic() * 1000.0
+        return [held for held in self._held.values() if _covers(match, held, now_ms)]
 
     def _reorder(self, found: list[Held]) -> None:
         deltas = {held.job.request_id: held.delta for held in found}
@@ -104,6 +102,11 @@ class Steering:
     @staticmethod
     def _in_engine(found: list[Held]) -> list[str]:
         return [held.job.request_id for held in found if held.ticket is None or held.ticket.admitted.done()]
+
+
+def _covers(match: RequestMatch, held: Held, now_ms: float) -> bool:
+    job = held.job
+    return match.covers(held.request_id, job.workload, job.tenant, len(job.token_ids), now_ms - job.arrival_ms)
 
 
 def released() -> Released:

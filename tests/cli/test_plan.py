@@ -15,7 +15,7 @@ from trimtab.errors import NoWorker
 from trimtab.kit.config import ConfigError
 from trimtab.kit.process import free_port
 from trimtab_cli import greeting, mesh, ready
-from trimtab_cli.plan import Plan, Spec, Tier, make
+from trimtab_cli.plan import Plan, Spec, Tier, another_worker, make
 
 SECTIONS = ("GATEWAY_LISTEN", "GATEWAY_HTTP", "CONTROL_LISTEN", "CONTROL_METRICS", "WORKER_LISTEN", "WORKER_METRICS")
 
@@ -126,6 +126,44 @@ def test_several_engines_divide_the_cores(
     assert by_name(a_plan(tmp_path, workers="1"))["w0"].env == {}, "the worker itself leaves one core"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert by_name(a_plan(tmp_path, workers="2"))["w0"].env == {}, "who set it decided"
+
+
+def test_another_worker_is_like_the_others_at_the_next_ports(tmp_path: Path, ports: dict[str, int]) -> None:
+    sections = mesh.load_sections(None, {"engine": "simulated", "workers": "2"}, ("--step-ms", "3"))
+    plan = make(sections, tmp_path)
+    spec, notes = another_worker(sections, plan, 2, plan.specs)
+    first = by_name(plan)["w0"]
+    assert (spec.name, spec.tier, spec.drain_s) == ("w2", Tier.WORKER, first.drain_s)
+    differ = {"--node-id", "--listen", "--metrics"}
+    for name in (word for word in first.argv if word.startswith("--")):
+        assert (flag(spec, name) == flag(first, name)) is (name not in differ), name
+    if not notes:
+        assert spec.address == f"127.0.0.1:{ports['WORKER_LISTEN'] + 2}"
+        assert spec.metrics == f"127.0.0.1:{ports['WORKER_METRICS'] + 2}"
+
+
+def test_another_worker_gets_no_port_of_one_that_is_only_starting(tmp_path: Path) -> None:
+    sections = mesh.load_sections(None, {"engine": "simulated"}, ())
+    plan = make(sections, tmp_path)
+    beside = list(plan.specs)
+    for _ in range(3):
+        beside.append(another_worker(sections, plan, 1, beside)[0])
+    used = [a for s in beside if s.tier is not Tier.STORE for a in (s.address, s.metrics)]
+    assert len(set(used)) == len(used) == 12
+
+
+def test_another_engine_shares_the_cores_with_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    sections = mesh.load_sections(None, {"engine": "simulated"}, ())
+    plan = make(sections, tmp_path)
+    assert another_worker(sections, plan, 1, plan.specs)[0].env == {"OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize("most", ["0", "65"])
+def test_the_limit_of_workers_has_bounds(most: str) -> None:
+    with pytest.raises(ConfigError, match=f"up workers_limit must be 1 to 64, not {most}"):
+        mesh.load_sections(None, {"workers_limit": most}, ())
 
 
 def test_a_store_of_ones_own_starts_no_valkey(tmp_path: Path) -> None:

@@ -28,8 +28,16 @@ from trimtab_cli.preset import settle
 from trimtab_cli.progress import Screen
 from trimtab_cli.settings import UpSettings
 
-TOKEN_MS = 10.01
-WRITTEN = {"paths.hot_below": 1024, "serial.above": 3072, "isolate.from_tokens": 6144, "prefill.itl_budget_ms": 41}
+TOKEN_MS, TTFT_MS = 10.01, 150.0
+MEASURED = Measured(TOKEN_MS, TTFT_MS, steady=True)
+WRITTEN = {
+    "paths.hot_below": 1024,
+    "serial.above": 3072,
+    "isolate.from_tokens": 6144,
+    "prefill.itl_budget_ms": 41,
+    "objectives.itl_p99_ms": 82,
+    "objectives.ttft_p99_ms": 600,
+}
 
 
 class Heard(Screen):
@@ -59,7 +67,7 @@ class Started:
 
     async def measure(self, client: Client, model: str) -> Measured:
         self.measured.append(model)
-        return Measured(TOKEN_MS, steady=True)
+        return MEASURED
 
     async def settle(self, up: UpSettings | None = None, **changes: Any) -> list[tuple[str, str, dict[str, Any]]]:
         heard = Heard()
@@ -101,15 +109,16 @@ async def test_up_writes_small_once_says_so_and_how_to_undo_it(started: Started)
     assert facts["fields"] == {path: str(value) for path, value in WRITTEN.items()}
     first, undo = text.splitlines()
     assert first == (
-        "preset small: window 4096, one stream gives a token every 10.01 ms: "
-        "paths.hot_below=1024 serial.above=3072 isolate.from_tokens=6144 prefill.itl_budget_ms=41"
+        "preset small: window 4096, one stream gives a token every 10.01 ms, the first after 150 ms: "
+        "paths.hot_below=1024 serial.above=3072 isolate.from_tokens=6144 prefill.itl_budget_ms=41 "
+        "objectives.itl_p99_ms=82 objectives.ttft_p99_ms=600"
     )
     words = undo.split(" policy set ")[1]
     assert words == " ".join(f"{path}=default" for path in SMALL)
     assert await started.policy() == WRITTEN
     (newest,) = (await started.mesh.admin.history(1)).entries
     assert newest.author == "trimtab up"
-    assert newest.reason == "preset small: window 4096, one stream gives a token every 10.01 ms"
+    assert newest.reason == "preset small: window 4096, one stream gives a token every 10.01 ms, the first after 150 ms"
     assert started.mesh.nodes[0].held.value.revision == 2
 
     (again,) = await started.settle()
@@ -148,7 +157,7 @@ async def test_other_fields_do_not_bar_it(started: Started) -> None:
 async def test_who_decides_while_the_stream_is_measured_wins(started: Started) -> None:
     async def meanwhile(client: Client, model: str) -> Measured:
         await started.set(paths__hot_below="2000")
-        return Measured(TOKEN_MS, steady=True)
+        return MEASURED
 
     ((_, text, _),) = await started.settle(measure=meanwhile)
     assert text == "preset small is not applied: somebody has set paths.hot_below"
@@ -171,10 +180,10 @@ async def test_a_large_window_gets_small_only_by_name(started: Started) -> None:
 
 async def test_an_unsteady_measurement_is_used_and_called_so(started: Started) -> None:
     async def unsteady(client: Client, model: str) -> Measured:
-        return Measured(TOKEN_MS, steady=False)
+        return dataclasses.replace(MEASURED, steady=False)
 
     ((_, text, facts),) = await started.settle(measure=unsteady)
-    assert "every 10.01 ms (unsteady: no two streams agreed): paths.hot_below=1024 " in text
+    assert "the first after 150 ms (unsteady: no two streams agreed): paths.hot_below=1024 " in text
     assert (facts["steady"], await started.policy()) == (False, WRITTEN)
 
 
@@ -216,12 +225,16 @@ class Clock:
         return self.now
 
 
+def measured(token_ms: float, ttft_ms: float, *, steady: bool = True) -> Measured:
+    return Measured(pytest.approx(token_ms), pytest.approx(ttft_ms), steady)  # type: ignore[arg-type]
+
+
 TWENTY = [str(i) for i in range(20)]
 
 
 async def test_two_streams_that_agree_are_enough() -> None:
     async with serving(FakeGateway(an_answer(*TWENTY))) as gateway, Client(gateway.address) as client:
-        assert await measure(client, "tiny", clock=Clock(10.0)) == Measured(pytest.approx(10.0), steady=True)
+        assert await measure(client, "tiny", clock=Clock(10.0)) == measured(10.0, 10.0)
     assert len(gateway.requests) == 2
     asked = gateway.requests[0]
     assert (asked.model, asked.workload, asked.sampling.ignore_eos) == ("tiny", Workload.REALTIME, True)
@@ -229,8 +242,8 @@ async def test_two_streams_that_agree_are_enough() -> None:
 
 async def test_a_stream_that_others_slow_down_is_not_what_counts() -> None:
     async with serving(FakeGateway(an_answer(*TWENTY))) as gateway, Client(gateway.address) as client:
-        clock = Clock(*[30.0] * 20, *[10.0] * 20, 10.2)
-        assert await measure(client, "tiny", clock=clock) == Measured(pytest.approx(10.0), steady=True)
+        clock = Clock(30.0, 90.0, *[30.0] * 19, 10.0, 50.0, *[10.0] * 19, 10.2)
+        assert await measure(client, "tiny", clock=clock) == measured(10.0, 10.2)
     assert len(gateway.requests) == 3
 
 
@@ -238,19 +251,19 @@ async def test_tokens_that_come_together_share_their_time() -> None:
     pairs = [Delta(2 * i, (1, 2), "") for i in range(10)]
     answer = [accepted(), *pairs, finish()]
     async with serving(FakeGateway(answer)) as gateway, Client(gateway.address) as client:
-        assert await measure(client, "tiny", clock=Clock(10.0)) == Measured(pytest.approx(5.0), steady=True)
+        assert await measure(client, "tiny", clock=Clock(10.0)) == measured(5.0, 10.0)
 
 
 async def test_a_machine_too_slow_for_two_streams_is_judged_by_what_it_gave() -> None:
     clock = Clock(900.0)
 
     def until_the_limit() -> float:
-        if clock() > 15 * 0.9:
+        if clock() > 16 * 0.9:
             raise TimeoutError  # as `asyncio.timeout` does, without the wait
         return clock.now
 
     async with serving(FakeGateway(an_answer(*TWENTY))) as gateway, Client(gateway.address) as client:
-        assert await measure(client, "tiny", clock=until_the_limit) == Measured(pytest.approx(900.0), steady=False)
+        assert await measure(client, "tiny", clock=until_the_limit) == measured(900.0, 900.0, steady=False)
     assert len(gateway.requests) == 1
 
 
@@ -274,7 +287,8 @@ async def test_policy_preset_sets_the_thresholds_and_says_that_the_budget_is_lef
     assert "w0: applied in 0.5 ms" in result.stdout
     assert "prefill.itl_budget_ms is left alone; set it by --itl-budget-ms N" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    assert await started.policy() == {**WRITTEN, "prefill.itl_budget_ms": 100}
+    objectives = {"objectives.itl_p99_ms": 200, "objectives.ttft_p99_ms": 500}
+    assert await started.policy() == {**WRITTEN, "prefill.itl_budget_ms": 100, **objectives}
     (newest,) = (await started.mesh.admin.history(1)).entries
     assert newest.reason == "preset small"
 
@@ -282,8 +296,13 @@ async def test_policy_preset_sets_the_thresholds_and_says_that_the_budget_is_lef
 async def test_policy_preset_with_a_budget_sets_all_over_what_was_there(started: Started) -> None:
     await started.set(serial__above="5000")
     answer = json.loads((await verb(started, "preset", "small", "--itl-budget-ms", "41", "--json")).stdout)
-    assert (answer["preset"], answer["written"], answer["left_alone"]) == ("small", True, [])
-    assert {c["field"]: c["after"] for c in answer["changes"]} == WRITTEN
+    assert (answer["preset"], answer["written"], answer["left_alone"]) == (
+        "small",
+        True,
+        ["objectives.ttft_p99_ms"],
+    )
+    measured_by_up_alone = {"objectives.ttft_p99_ms": 600}
+    assert {c["field"]: c["after"] for c in answer["changes"]}.items() == WRITTEN.items() - measured_by_up_alone.items()
     assert [n["answer"] for n in answer["nodes"]] == ["applied"]
 
 
@@ -291,7 +310,7 @@ async def test_a_dry_run_of_a_preset_writes_nothing(started: Started) -> None:
     result = await verb(started, "preset", "small", "--dry-run")
     assert (result.exit_code, "nothing was written" in result.stdout) == (0, True)
     answer = json.loads((await verb(started, "preset", "small", "--dry-run", "--json")).stdout)
-    assert (answer["written"], answer["left_alone"]) == (False, ["prefill.itl_budget_ms"])
+    assert (answer["written"], answer["left_alone"]) == (False, [*SMALL[3:]])
     assert await started.revision() == 1
 
 

@@ -25,6 +25,8 @@ def stop(*_):
     with open(order, "a") as f: f.write(os.path.basename(path) + "\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(9))
 if "grandchild" in sys.argv:
     print("grandchild", subprocess.Popen(["sleep", "600"]).pid)
 if "stubborn" in sys.argv:
@@ -190,6 +192,118 @@ async def test_a_child_that_dies_again_and_again_ends_the_mesh(tmp_path: Path, m
                 await screen.until("changed", death)
         with pytest.raises(GaveUp, match=r"w0 died 6 times within 60 s"):
             await watching
+
+
+async def test_a_commanded_restart_is_no_death_and_comes_at_once(tmp_path: Path) -> None:
+    async with supervised(tmp_path, a_spec(tmp_path, "w0", Tier.WORKER)) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        pids = {it.pids["w0"]}
+        for restart in range(1, supervising.RESTARTS + 3):
+            os.kill(it.pids["w0"], signal.SIGUSR1)
+            told = await screen.until("restarting", restart)
+            assert (told["name"], told["in_s"], told["commanded"]) == ("w0", 0, True)
+            await screen.until("changed", restart)
+            pids.add(it.pids["w0"])
+        assert len(pids) == supervising.RESTARTS + 3
+        assert "died" not in [kind for kind, _ in screen.events]
+        assert not watching.done()
+        watching.cancel()
+
+
+async def test_a_worker_that_only_ever_says_restart_is_dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "FIRST_BACKOFF_S", 0.001)
+    flag = tmp_path / "broken"
+    script = f"import os, sys\nif os.path.exists({str(flag)!r}): sys.exit(75)\n" + ANSWERS_PING
+    async with supervised(tmp_path, a_spec(tmp_path, "w0", Tier.WORKER, script=script)) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        flag.touch()
+        os.kill(it.pids["w0"], signal.SIGUSR1)
+        with pytest.raises(GaveUp):
+            await watching
+        assert len([f for kind, f in screen.events if kind == "restarting" and f.get("commanded")]) == 1
+        assert [f["how"] for kind, f in screen.events if kind == "died"] == ["exit code 75"] * 6
+
+
+async def test_only_a_worker_restarts_by_command(tmp_path: Path) -> None:
+    async with supervised(tmp_path, a_spec(tmp_path, "control", Tier.CONTROL)) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        os.kill(it.pids["control"], signal.SIGUSR1)
+        assert (await screen.until("died"))["how"] == "exit code 75"
+        watching.cancel()
+
+
+async def test_a_worker_that_joins_is_tended_like_the_others_and_ends_before_the_store(tmp_path: Path) -> None:
+    tiers = {"store": Tier.STORE, "w0": Tier.WORKER, "gateway": Tier.GATEWAY}
+    async with supervised(tmp_path, *(a_spec(tmp_path, n, t) for n, t in tiers.items())) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        await asyncio.sleep(0)
+        await it.add(a_spec(tmp_path, "w1", Tier.WORKER))
+        assert it.workers == ["w0", "w1"]
+        first = it.pids["w1"]
+        os.kill(first, signal.SIGKILL)
+        assert (await screen.until("died"))["name"] == "w1"
+        await screen.until("changed", 2)
+        assert exists(it.pids["w1"]) and it.pids["w1"] != first
+        watching.cancel()
+        await it.drain()
+    order = (tmp_path / "order").read_text().split()
+    assert (order[0], sorted(order[1:3]), order[3]) == ("gateway", ["w0", "w1"], "store")
+
+
+async def test_a_worker_that_can_not_join_leaves_nothing_behind_and_the_rest_goes_on(tmp_path: Path) -> None:
+    async with supervised(tmp_path, a_spec(tmp_path, "w0", Tier.WORKER)) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        await asyncio.sleep(0)
+        with pytest.raises(StartFailed, match=r"w1 ended before it was ready \(exit code 7\)"):
+            await it.add(a_spec(tmp_path, "w1", Tier.WORKER, script=DIES))
+        assert (it.workers, set(it.pids)) == (["w0"], {"w0"})
+        assert not watching.done()
+        assert "changed" not in [kind for kind, _ in screen.events]
+        watching.cancel()
+
+
+async def test_a_worker_that_joined_and_dies_again_and_again_is_given_up_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FIRST_BACKOFF_S", 0.001)
+    async with supervised(tmp_path, a_spec(tmp_path, "w0", Tier.WORKER)) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        await asyncio.sleep(0)
+        await it.add(a_spec(tmp_path, "w1", Tier.WORKER))
+        for death in range(1, supervising.RESTARTS + 2):
+            os.kill(it.pids["w1"], signal.SIGKILL)
+            await screen.until("died", death)
+            if death <= supervising.RESTARTS:
+                await screen.until("changed", death + 1)
+        assert (await screen.until("worker_given_up"))["name"] == "w1"
+        await screen.until("changed", supervising.RESTARTS + 2)
+        assert (it.workers, watching.done()) == (["w0"], False)
+        await it.add(a_spec(tmp_path, "w1", Tier.WORKER))
+        assert it.workers == ["w0", "w1"], "the name is free again"
+        watching.cancel()
+
+
+async def test_a_worker_that_was_dismissed_stays_away_however_it_ends(tmp_path: Path) -> None:
+    async with supervised(tmp_path, *(a_spec(tmp_path, n, Tier.WORKER) for n in ("w0", "w1", "w2"))) as (it, screen):
+        await it.start()
+        watching = asyncio.create_task(it.watch())
+        await asyncio.sleep(0)
+        it.dismiss("w1", 600.0)
+        assert it.workers == ["w0", "w2"]
+        os.kill(it.pids["w1"], signal.SIGUSR2)
+        assert (await screen.until("left"))["name"] == "w1"
+        it.dismiss("w2", 0.01)
+        assert (await screen.until("killed"))["name"] == "w2"
+        assert (await screen.until("left", 2))["name"] == "w2"
+        assert (set(it.pids), watching.done()) == ({"w0"}, False)
+        assert "died" not in [kind for kind, _ in screen.events]
+        watching.cancel()
 
 
 async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
+from controlplane.loop import COMMAND, MOVE, Record
 from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
 from trimtab.errors import StoreUnavailable
 from trimtab.kit.process import free_port
@@ -58,6 +59,23 @@ async def test_of_everything(mesh: Mesh) -> None:
     assert "batch.active: 48 (default) → 8" in text
     assert "applied by w0" in text
     assert len((await told(mesh, "-n", "1"))["changes"]) == 1
+
+
+async def test_what_controllers_did_besides_is_told_with_its_evidence(mesh: Mesh) -> None:
+    mesh.plane.loop.decisions.append(
+        Record("heal", 1_700_000_000_000, "restart w0", "it leaks KV blocks", "50 of 100 blocks", kind=COMMAND)
+    )
+    mesh.plane.loop.decisions.append(Record("batch", 1_700_000_001_000, "batch.active ×0.5", "late", kind=MOVE))
+    mesh.plane.loop.decisions.append(Record("batch", 1_700_000_002_000, "batch.active ×0.4", "late", advised=True))
+    found = (await told(mesh))["decisions"]
+    assert [(d["controller"], d["what"], d["advised"]) for d in found] == [
+        ("batch", "batch.active ×0.4", True),
+        ("heal", "restart w0", False),
+    ]
+    text = (await typed(mesh)).stdout
+    assert 'controller/heal  restart w0 "it leaks KV blocks"' in text
+    assert "50 of 100 blocks" in text
+    assert "would: batch.active ×0.4" in text
 
 
 async def test_of_a_field(mesh: Mesh) -> None:

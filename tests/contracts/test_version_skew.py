@@ -111,7 +111,7 @@ def a_value_away_from_the_default(f: p.Field) -> p.Value:
         case p.Kind.NAMES:
             return ("acme",)
         case p.Kind.FRACTION:
-            return 0.5 if f.default != 0.5 else 0.25
+            return next(x for x in (f.minimum, f.maximum) if x != f.default)
         case p.Kind.WHOLE:
             assert isinstance(f.default, int)
             return f.default - 1 if f.default > f.minimum else f.default + 1

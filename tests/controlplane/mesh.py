@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
 from controlplane.admin.client import AdminClient
+from controlplane.controllers.decision import Controller
+from controlplane.controllers.roster import CONTROLLERS
 from controlplane.fleet import Member
 from controlplane.metrics import ControlMetrics
 from controlplane.server import ControlPlane
@@ -58,6 +60,7 @@ class FakeNode:
         self.ready = asyncio.Event()
         self.ready.set()
         self.state = NodeState.SERVING
+        self.says: Callable[[], Report] = lambda: Report(0, self.state)
         self.obeys: Obeys = lambda command: None
         self.commands: Watch[tuple[control_pb2.Command, ...]] = Watch(())
         self._role = role
@@ -80,7 +83,7 @@ class FakeNode:
         )
 
     def _report(self) -> control_pb2.Report:
-        return codec.encode_report(Report(0, self.state))
+        return codec.encode_report(self.says())
 
     async def _on_push(self, snapshot: Snapshot, sent_unix_ms: int, traceparent: str) -> control_pb2.PolicyResult:
         self.begun.set(self.begun.value + 1)
@@ -128,10 +131,14 @@ class FakeNode:
 class Mesh:
     """A control plane and its nodes; leaving the context stops all of them."""
 
-    def __init__(self, store: PolicyStore | None = None) -> None:
+    def __init__(
+        self, store: PolicyStore | None = None, controllers: Sequence[Controller] = CONTROLLERS, replica_id: str = ""
+    ) -> None:
         self.store = store or MemoryStore()
         self.metrics = ControlMetrics(CollectorRegistry())
-        self.plane = ControlPlane(self.store, "127.0.0.1:0", self.metrics)
+        self.plane = ControlPlane(
+            self.store, "127.0.0.1:0", self.metrics, controllers=controllers, replica_id=replica_id
+        )
         self.address = self.plane.address
         self.admin = AdminClient(self.address)
         self.nodes: list[FakeNode] = []
@@ -160,8 +167,10 @@ class Mesh:
 
 
 @contextlib.asynccontextmanager
-async def a_mesh(store: PolicyStore | None = None) -> AsyncIterator[Mesh]:
-    mesh = Mesh(store)
+async def a_mesh(
+    store: PolicyStore | None = None, controllers: Sequence[Controller] = CONTROLLERS, replica_id: str = ""
+) -> AsyncIterator[Mesh]:
+    mesh = Mesh(store, controllers, replica_id)
     await mesh.plane.start()
     try:
         await asyncio.wait_for(mesh.plane.loaded(), PATIENCE_S)

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from controlplane.admin import workers
 from controlplane.cli import fleet
-from controlplane.cli_workers import drain
+from controlplane.cli_workers import drain, reload
 from controlplane.store import Action
 from controlplane.store.memory import MemoryStore
 from controlplane.store.redis import RedisStore
@@ -229,3 +229,41 @@ async def test_what_was_not_done_ends_with_its_code(mesh: Mesh) -> None:
     mesh.nodes[0].obeys = lambda command: None
     refused = await typed(mesh, drain, "w0")
     assert (refused.exit_code, "w0 is not drained: UNSUPPORTED" in refused.stderr) == (4, True)
+
+
+async def test_a_restart_is_a_drain_whose_process_comes_back() -> None:
+    async with a_mesh() as mesh:
+        worker = Worker(mesh.address)
+        await mesh.start_node(worker).holds(1, 1)
+        await mesh.until(lambda fleet: fleet["w0"].report is not None)
+        args = ["w0", "--restart", "--deadline", "2s", "--reason", "it leaks", "--control", mesh.address]
+        result = await asyncio.to_thread(CliRunner().invoke, drain, args)
+        assert result.exit_code == 0, result.output
+        (command,) = worker.commands.value
+        assert (command.drain.restart, command.drain.deadline_ms) == (True, 2000)
+        (action,) = await mesh.store.actions()
+        assert (action.what, action.reason) == ("drain and restart within 2s", "it leaks")
+
+
+async def test_a_reload_reaches_the_worker_and_is_on_record() -> None:
+    async with a_mesh() as mesh:
+        worker = mesh.start_node(FakeNode(mesh.address))
+        worker.obeys = lambda command: control_pb2.CommandResult(ok=True)
+        await worker.holds(1, 1)
+        args = ["w0", "--reason", "inverted", "--control", mesh.address]
+        result = await asyncio.to_thread(CliRunner().invoke, reload, args)
+        assert (result.exit_code, "w0 has told its engine the policy anew\n" in result.output) == (0, True)
+        assert [c.WhichOneof("command") for c in worker.commands.value] == ["reload_policy"]
+        assert [a.what for a in await mesh.store.actions()] == ["policy told anew"]
+
+
+async def test_a_reload_that_a_worker_refuses_or_does_not_know_is_told() -> None:
+    async with a_mesh() as mesh:
+        worker = mesh.start_node(FakeNode(mesh.address))
+        worker.obeys = lambda command: control_pb2.CommandResult(ok=False, reason="ABOVE_ENGINE_LIMIT", message="no")
+        await worker.holds(1, 1)
+        args = ["w0", "--control", mesh.address]
+        result = await asyncio.to_thread(CliRunner().invoke, reload, args)
+        assert (result.exit_code, "ABOVE_ENGINE_LIMIT: no" in result.output) == (4, True)
+        missing = await asyncio.to_thread(CliRunner().invoke, reload, ["w7", "--control", mesh.address])
+        assert missing.exit_code == 2

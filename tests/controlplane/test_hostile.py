@@ -159,7 +159,7 @@ async def test_a_replayed_answer_changes_nothing(mesh: Mesh, link: grpc.aio.Chan
 async def test_streams_that_never_say_who_they_are_are_ended(
     mesh: Mesh, link: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controlplane.push.HELLO_S", 0.1)
+    monkeypatch.setattr("controlplane.stream.HELLO_S", 0.1)
     calls = [link.stream_stream(CONNECT)() for _ in range(50)]
     codes: list[Callable[[], Any]] = [c.code for c in calls]
     async with asyncio.timeout(PATIENCE_S):

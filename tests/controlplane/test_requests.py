@@ -156,6 +156,8 @@ async def test_one_line_of_the_log_says_who_did_what_to_which_and_with_what_effe
         "workload": None,
         "tenant": "",
         "min_prompt_tokens": 0,
+        "min_age_ms": 0,
+        "only": [],
         "author": "ada",
         "reason": "evening",
         "affected": 2,

@@ -12,9 +12,9 @@ from trimtab.client import Client
 from trimtab.errors import NoWorker
 from trimtab.messages import Accepted, Delta, Finish, Notice, Request, Sampling
 
-STEP_MS = "20"
-TOKENS = 250
-"""Five seconds of a lone stream: the drain comes well before the end."""
+STEP_MS = "25"
+TOKENS = 400
+"""Ten seconds of a lone stream: the drain comes well before the end."""
 STREAMS = 6
 
 

@@ -30,9 +30,10 @@ class ACall:
         self.request_id, self.workload, self.tenant = request_id, workload, tenant
         self.cold, self.tokens = cold, tokens
         self.capped: int | None = None
+        self.because = ""
 
-    def cap(self, max_tokens):
-        self.capped = max_tokens
+    def cap(self, max_tokens, because):
+        self.capped, self.because = max_tokens, because
 
     def end(self, error): ...
     def give_up(self, after_s): ...
@@ -135,6 +136,70 @@ def test_realtime_gets_less_before_it_is_refused():
     batch = ACall("batch", workload=BATCH)
     admission.enter(batch)
     assert batch.capped is None
+
+
+@pytest.mark.parametrize(
+    ("workload", "cold", "refused"),
+    [(BATCH, True, True), (BATCH, False, False), (REALTIME, True, False), (REALTIME, False, False)],
+)
+def test_a_degraded_mesh_takes_no_cold_batch_and_caps_everybody_else(workload, cold, refused):
+    admission = an_admission({"degraded.state": "degraded", "degraded.max_tokens": 32})
+    call = ACall(workload=workload, cold=cold)
+    if refused:
+        with pytest.raises(QueueFull, match=r"degraded\.state"):
+            admission.enter(call)
+        assert (admission.live, admission.unaccepted[BATCH]) == ({}, 0)
+    else:
+        admission.enter(call)
+        assert (call.capped, "degraded.max_tokens" in call.because) == (32, True)
+
+
+def test_a_mesh_that_is_not_degraded_caps_and_refuses_nobody():
+    admission = an_admission({"degraded.max_tokens": 1})
+    for workload in (REALTIME, BATCH):
+        call = ACall(workload.value, workload=workload, cold=True)
+        admission.enter(call)
+        assert call.capped is None
+
+
+@pytest.mark.parametrize(("of_queues", "of_degraded", "expected"), [(64, 32, 32), (16, 32, 16)])
+def test_of_two_caps_the_smaller_holds(of_queues, of_degraded, expected):
+    fields = {
+        "degraded.state": "degraded",
+        "degraded.max_tokens": of_degraded,
+        "admission.degraded_max_tokens": of_queues,
+    }
+    call = ACall()
+    an_admission(fields, realtime_use=lambda: 1.0).enter(call)
+    assert call.capped == expected
+
+
+def test_what_a_client_goes_on_with_is_not_cut_short_by_a_degraded_mesh():
+    call = ACall()
+    call.resumed = True
+    an_admission({"degraded.state": "degraded", "degraded.max_tokens": 1}).enter(call)
+    assert call.capped is None
+
+
+async def test_a_degraded_mesh_says_so_and_sends_the_cap_to_the_worker(start_worker, start_gateway, client_of, policy):
+    worker = await start_worker()
+    gateway = await start_gateway(worker)
+    policy(gateway, {"degraded.state": "degraded", "degraded.max_tokens": 9, "paths.hot_below": 50})
+    client = client_of(gateway)
+    for workload in (REALTIME, BATCH):
+        request = a_request(workload=workload, sampling=m.Sampling(max_tokens=100))
+        notices = [e async for e in client.generate(request) if isinstance(e, m.Notice)]
+        assert [n.kind for n in notices] == [m.NoticeKind.DEGRADED]
+        assert "capped at 9 tokens" in notices[0].detail and "degraded.max_tokens" in notices[0].detail
+    starts = [s.start.generate_request for s in worker.heard if s.HasField("start")]
+    assert [r.sampling.max_tokens for r in starts] == [9, 9]
+    with pytest.raises(QueueFull, match="degraded"):
+        await client.complete(a_request(prompt="word " * 100, workload=BATCH))
+    await client.complete(a_request(prompt="word " * 100, workload=REALTIME))
+    assert worker.count("start") == 3
+    policy(gateway, {})
+    modest = a_request(prompt="word " * 100, workload=BATCH, sampling=m.Sampling(max_tokens=100))
+    assert [e async for e in client.generate(modest) if isinstance(e, m.Notice)] == []
 
 
 def test_whatever_comes_and_goes_nothing_is_left():

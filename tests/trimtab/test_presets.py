@@ -5,18 +5,44 @@ from __future__ import annotations
 import pytest
 
 from trimtab.policy import FIELDS, parse
-from trimtab.presets import BUDGET, SMALL, THRESHOLDS, decided, in_place, itl_budget_ms, small, steady, suits
+from trimtab.presets import (
+    BUDGET,
+    ITL,
+    SMALL,
+    THRESHOLDS,
+    TTFT,
+    decided,
+    in_place,
+    itl_budget_ms,
+    small,
+    steady,
+    suits,
+    ttft_objective_ms,
+)
 
 
-def test_small_sets_three_thresholds_and_a_budget_that_is_known() -> None:
+def test_small_sets_three_thresholds_and_what_is_known_of_budget_and_objectives() -> None:
     thresholds = {"paths.hot_below": "1024", "serial.above": "3072", "isolate.from_tokens": "6144"}
     assert small(None) == thresholds
-    assert small(99) == {**thresholds, "prefill.itl_budget_ms": "99"}
-    assert tuple(small(1)) == SMALL
+    assert small(99) == {**thresholds, "prefill.itl_budget_ms": "99", "objectives.itl_p99_ms": "198"}
+    assert small(None, 200.0) == {**thresholds, "objectives.ttft_p99_ms": "800"}
+    assert tuple(small(1, 1.0)) == SMALL
+
+
+def test_objectives_stand_to_the_budget_as_the_defaults_do() -> None:
+    assert FIELDS[ITL].default == int(small(int(FIELDS[BUDGET].default))[ITL])
+    assert FIELDS[TTFT].default == ttft_objective_ms(0.0)
+
+
+@pytest.mark.parametrize(("ttft_ms", "objective"), [(1.0, 500), (125.0, 500), (125.1, 501), (300.0, 1200)])
+def test_the_objective_of_ttft_is_four_times_that_of_one_stream_and_500_at_least(
+    ttft_ms: float, objective: int
+) -> None:
+    assert ttft_objective_ms(ttft_ms) == objective
 
 
 def test_every_field_of_small_takes_its_value_and_is_not_the_default() -> None:
-    for path, typed in small(99).items():
+    for path, typed in small(99, 200.0).items():
         assert parse(path, typed) != FIELDS[path].default
 
 

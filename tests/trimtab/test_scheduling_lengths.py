@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tests.trimtab.scheduling_builders import BATCH, a_run, an_item
+from tests.trimtab.scheduling_builders import BATCH, a_policy, a_run, an_item, rules
 from trimtab.policy import Policy
-from trimtab.scheduling import BY_LENGTH, STATS, LengthClass
+from trimtab.scheduling import BY_LENGTH, NOW, STATS, LengthClass, edges_of
 from trimtab.scheduling.lengths import LONGEST
 
 SHORT, STANDARD, MEDIUM, LONG, GIANT = LengthClass
@@ -27,6 +27,22 @@ def test_classes_meet_without_gap(tokens, expected):
 def test_a_giant_is_what_goes_one_after_another_by_default():
     assert LONGEST[-1] == Policy().serial.above
     assert an_item(prompt=8193).serial and not an_item(prompt=8192).serial
+
+
+def test_the_default_policy_has_the_default_edges():
+    assert edges_of(Policy()) == rules().length_edges == LONGEST
+
+
+def test_edges_that_do_not_ascend_are_sorted():
+    edges = edges_of(a_policy(clusters__short_to=9000, clusters__long_to=100))
+    assert edges == (100, 1024, 4095, 9000)
+    assert [LengthClass.of(n, edges) for n in (100, 101, 9000, 9001)] == [SHORT, STANDARD, LONG, GIANT]
+
+
+def test_a_class_between_equal_edges_is_empty():
+    edges = edges_of(a_policy(clusters__short_to=1024))
+    assert edges == (1024, 1024, 4095, 8192)
+    assert [LengthClass.of(n, edges) for n in (1024, 1025)] == [SHORT, MEDIUM]
 
 
 # Who joins. Two cold prompts may prefill at a time, and one of them does.
@@ -150,3 +166,70 @@ def test_a_wait_counts_once_and_one_that_was_preempted_waits_again():
     assert [counted[f"short_{what}"] for what in BY_LENGTH] == [1, 0.0, 0.0, 0]
     run.drain()
     assert run.counters.waits_by_length[STANDARD].count == run.counters.waits[BATCH].count == 1
+
+
+def test_a_re_cut_moves_those_who_are_here_and_what_was_counted_stays():
+    run = a_run(batch__active=2, batch__hard_cap=2, paths__realtime_reserve=0)
+    run.batch(600, 50)
+    run.step()
+    running = run.planner.running["b0"]
+    run.batch(300, 5)
+    for _ in range(4):
+        run.batch(600, 5)
+    before = dict(zip(STATS, run.planner.stats(), strict=True))
+    assert (before["standard_waits"], before["standard_waiting"], before["short_waiting"]) == (1, 4, 1)
+    run.engine.set_rules(rules(batch__active=2, batch__hard_cap=2, paths__realtime_reserve=0, clusters__short_to=700))
+    after = dict(zip(STATS, run.planner.stats(), strict=True))
+    assert (after["standard_waits"], after["standard_waiting"], after["short_waiting"]) == (1, 0, 5)
+    assert running.length is SHORT
+    run.drain()
+    counted = dict(zip(STATS, run.planner.stats(), strict=True))
+    assert {c: (counted[f"{c}_waits"], counted[f"{c}_waiting"]) for c in LengthClass} == {
+        SHORT: (5, 0), STANDARD: (1, 0), MEDIUM: (0, 0), LONG: (0, 0), GIANT: (0, 0),
+    }  # fmt: skip
+
+
+def test_a_re_cut_decides_who_is_alike_from_the_next_step_on():
+    run = a_run_with_a_place()
+    run.batch(1000, 5)
+    run.step()
+    wide = {"paths__hot_below": 100, "prefill__concurrent": 2, "memory__reserve_high_priority": 0.0}
+    run.engine.set_rules(rules(**wide, paths__realtime_reserve=0, clusters__standard_to=1200))
+    assert who_joins(run, 1100, 900) == [1100]
+
+
+# What is said of now.
+
+
+def test_what_is_not_of_now_never_falls():
+    rng = random.Random(8)
+    run = a_run(batch__active=4, paths__hot_below=1000, blocks=2000)
+    before = dict.fromkeys(STATS, 0.0)
+    for _ in range(80):
+        (run.batch if rng.random() < 0.5 else run.realtime)(rng.choice((100, 600, 5000)), rng.randrange(1, 30))
+        if rng.random() < 0.2 and run.planner.running:
+            run.engine.remove(rng.choice(list(run.planner.running)))
+        run.step(3)
+        counted = dict(zip(STATS, run.planner.stats(), strict=True))
+        assert [name for name in STATS if name not in NOW and counted[name] < before[name]] == []
+        before = counted
+    assert before["busy_ms"] == pytest.approx(run.now)
+
+
+def test_who_runs_and_waits_is_said_by_workload_and_what_is_stored_by_tokens():
+    run = a_run(batch__active=2, paths__realtime_reserve=0, paths__hot_below=1000, preemption__mode="none")
+    run.realtime(100, 50)
+    run.batch(2000, 50)
+    run.drain_until(lambda: len(run.planner.running) == 2)
+    for prompt in (50, 60):
+        run.realtime(prompt, 5)
+    for prompt in (70, 3000, 4000):
+        run.batch(prompt, 5)
+    said = dict(zip(STATS, run.planner.stats(), strict=True))
+    names = ("realtime_running", "batch_running", "realtime_waiting", "batch_waiting", "cold_waiting")
+    assert [said[name] for name in names] == [1, 1, 2, 3, 2]
+    assert said["stored_tokens"] == sum(s.computed for s in run.engine.running) > 0
+    assert said["longest_prefill"] == 2000
+    run.drain()
+    said = dict(zip(STATS, run.planner.stats(), strict=True))
+    assert [said[name] for name in (*names, "stored_tokens", "longest_prefill")] == [0] * 7

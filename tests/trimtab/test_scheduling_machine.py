@@ -46,6 +46,7 @@ some_rules = st.fixed_dictionaries(
         "memory__pressure_threshold": st.sampled_from([0.3, 0.85, 1.0]),
         "memory__reserve_high_priority": st.sampled_from([0.0, 0.15, 0.5]),
         "clusters__spread_limit": st.sampled_from([0.0, 0.3, 1.0]),
+        "clusters__short_to": st.sampled_from([40, 511, 2000]),
     }
 )
 
@@ -315,6 +316,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert p.express_running == sum(i.express for i in p.running.values())
         assert p.queued_prefill_tokens == sum(i.left for i in (*p.waiting, *p.prefilling.values()))
         assert [i.order for i in p.waiting] == sorted(i.order for i in p.waiting)
+        assert p.waiting.by_workload == {w: sum(i.workload is w for i in p.waiting) for w in Workload}
+        assert p.waiting.cold_batch == sum(i.workload is Workload.BATCH and not i.hot for i in p.waiting)
+        assert p.running_of == {w: sum(i.workload is w for i in p.running.values()) for w in Workload}
+        assert p.stored_tokens == sum(s.computed for s in e.running)
         assert p.waiting.by_length == {c: sum(i.length is c for i in p.waiting) for c in LengthClass}
         started = [sum(w.count for w in waits.values()) for waits in (p.counters.waits, p.counters.waits_by_length)]
         assert started == [sum(known.first_step is not None for known in self.ledger.values())] * 2

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.trimtab.test_codec import documents
 from trimtab.errors import PolicyRefused
-from trimtab.policy import FIELDS, Policy, flatten
+from trimtab.policy import FIELDS, POLICY_SCHEMA, Policy, flatten
 from trimtab.snapshot import (
     Adjustment,
     Document,
@@ -86,7 +86,7 @@ def test_a_default_above_the_engines_limit_is_clamped_and_said():
 
 def test_a_newer_schema_is_refused_whole():
     with pytest.raises(PolicyRefused) as e:
-        resolve(Document(base={"batch.active": 4}, needs_schema=99), NODE, now_unix_ms=0)
+        resolve(Document(base={"batch.active": 4}, needs_schema=POLICY_SCHEMA + 1), NODE, now_unix_ms=0)
     assert e.value.cause == "SCHEMA_TOO_OLD"
 
 
@@ -212,3 +212,11 @@ def test_a_step_smaller_than_the_running_set_is_refused_because_decodes_would_st
     with pytest.raises(PolicyRefused) as e:
         resolve(Document(base={"batch.active": 16, "prefill.step_tokens": 8}), NODE, now_unix_ms=0)
     assert e.value.cause == "STARVES_DECODES"
+
+
+def test_a_factor_takes_its_share_of_what_the_engine_can_do():
+    """A default beyond the engine's limit is clamped first: half of 48, clamped to 16 afterwards, would change nothing."""
+    small = Node("w0", limits=Limits(max_num_seqs=16, max_step_tokens=8192))
+    half = Adjustment("oom", "batch.active", Scope(), "out of memory", 10_000, factor=0.5)
+    resolved = resolve(Document(adjustments=(half,)), small, now_unix_ms=0)
+    assert resolved.policy.batch.active == 8

@@ -78,6 +78,70 @@ def test_the_plug_in_grafts_its_calls_where_vllm_finds_it() -> None:
     assert init.index("load_general_plugins()") < init.index("self.scheduler:"), "before the scheduler is made"
 
 
+def test_an_engine_that_dies_leaves_its_last_words_and_tells_the_front_as_ever() -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from services.worker.engines import board as boards
+    from services.worker.engines import vllm_plugin
+
+    vllm_plugin.install()
+    vllm_plugin.install()
+    module = inspect.getsource(inspect.getmodule(EngineCoreProc))  # type: ignore[arg-type]
+    run = " ".join(module[module.index("    def run_engine_core(") :].split())
+    assert "except Exception as e:" in run[: run.index("engine_core._send_engine_dead()")], (
+        "the error is being handled there"
+    )
+    path = boards.create()
+    told: list[bytes] = []
+    core = SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config={vllm_plugin.BOARD_KEY: str(path)}),
+        output_queue=SimpleNamespace(put_nowait=told.append),
+        output_thread=SimpleNamespace(join=lambda timeout: None, is_alive=lambda: False),
+    )
+    try:
+        try:
+            raise MemoryError("no pages left")
+        except MemoryError:
+            EngineCoreProc._send_engine_dead(core)
+        assert boards.Board(path).read_words() == "MemoryError: no pages left"
+    finally:
+        path.unlink()
+    core.vllm_config = None
+    EngineCoreProc._send_engine_dead(core)
+    assert told == [EngineCoreProc.ENGINE_CORE_DEAD] * 2
+
+
+def test_the_front_process_knows_the_engines_processes() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import BackgroundResources, MPClient
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    assert "engine_core" in assigned_attributes(AsyncLLM)
+    assert "resources" in assigned_attributes(MPClient)
+    assert "engine_manager" in BackgroundResources.__dataclass_fields__
+    assert "processes" in text(CoreEngineProcManager.__init__)
+
+
+def test_what_a_tokens_kv_costs_is_read_from_vllms_plan_of_its_cache() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+    from services.worker.engines.vllm_memory import kv_bytes_per_token
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
+    of_a_layer = 2 * 3 * 64 * 2
+
+    def config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+        return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=list(groups))
+
+    alike = KVCacheGroupSpec([f"l{i}" for i in range(30)], spec)
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec, "b": spec})
+    assert kv_bytes_per_token(config(alike)) == 30 * of_a_layer
+    assert kv_bytes_per_token(config(KVCacheGroupSpec(["a", "b"], mixed))) == 2 * of_a_layer
+    assert kv_bytes_per_token(config(alike, KVCacheGroupSpec(["x"], spec))) == 31 * of_a_layer
+    assert kv_bytes_per_token(config()) == 0.0
+
+
 def test_the_front_process_has_the_calls_that_we_make() -> None:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -121,7 +121,8 @@ async def test_tokens_are_plain_vllms_whatever_the_scheduler_does(model_path, ex
             await places.acquire()
             tasks.append(asyncio.create_task(one(i, job)))
         await asyncio.gather(*tasks)
-        wrong = [i for i in got if got[i] != expected[i][: cuts.get(i, 1 << 30)] and len(got[i]) != cuts.get(i)]
+        # A reader that lags gets two steps' tokens at once, and so may leave with more than it meant to.
+        wrong = [i for i in got if len(got[i]) < min(len(expected[i]), cuts.get(i, 1 << 30))]
         differing = [i for i in got if got[i] != expected[i][: len(got[i])]]
         assert not differing and not wrong, (differing, wrong)
         assert len(got) == REQUESTS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +14,11 @@ import grpc
 import pytest
 
 from services.control import PolicyKeeper
-from services.worker.__main__ import obedience
+from services.worker.__main__ import around, obedience, policy_of
 from services.worker.engines.simulated import SimulatedEngine
 from services.worker.gate import Gate
 from services.worker.health import Health
+from services.worker.measuring import Measuring
 from services.worker.metrics import WorkerMetrics
 from services.worker.server import InferenceServicer
 from services.worker.serving import Serving
@@ -40,6 +43,7 @@ class Rig:
     address: str
     stub: inference_pb2_grpc.InferenceServiceStub
     steering: Steering
+    measuring: Measuring
 
     async def obey(self, fields: dict[str, object]) -> None:
         """These fields over the defaults, in force."""
@@ -73,7 +77,8 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     await keeper.start()
     metrics = WorkerMetrics("sim")
     steering = Steering(engine, gate)
-    serving = Serving("w0", engine, gate, keeper, metrics, steering)
+    measuring = Measuring(functools.partial(policy_of, keeper), functools.partial(around, engine), time.monotonic())
+    serving = Serving("w0", engine, gate, keeper, metrics, measuring, steering)
     health = Health(engine, lambda: serving.draining, lambda: None)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -83,7 +88,7 @@ async def running_worker(path: Path, *, step_ms: float = 2.0, max_num_seqs: int 
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}", "worker") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        yield Rig(engine, gate, keeper, serving, health, metrics, f"127.0.0.1:{port}", stub, steering)
+        yield Rig(engine, gate, keeper, serving, health, metrics, f"127.0.0.1:{port}", stub, steering, measuring)
     await server.stop(0)
     await engine.stop()
 

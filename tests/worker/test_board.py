@@ -33,6 +33,19 @@ def test_statistics_are_read_by_their_names_and_leave_the_row_alone(pair):
     assert reader.read() == row
 
 
+def test_last_words_are_read_and_leave_everything_else_alone(pair):
+    writer, reader = pair
+    assert reader.read_words() == ""
+    row, values = boards.Row(7, 1.5), tuple(float(n) for n in range(1, len(STATS) + 1))
+    writer.write(row)
+    writer.write_stats(values)
+    writer.write_words("RuntimeError: no — wörds")
+    assert reader.read_words() == "RuntimeError: no — wörds"
+    writer.write_words("x" * 5000)
+    assert reader.read_words() == "x" * boards.MAX_WORDS
+    assert (reader.read(), tuple(reader.read_stats().values())) == (row, values)
+
+
 def test_a_writer_that_was_killed_in_the_middle_leaves_the_row_before(pair):
     writer, reader = pair
     writer.write(boards.Row(step_no=5))

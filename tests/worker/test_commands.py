@@ -7,6 +7,7 @@ import pytest
 
 from services.worker.commands import Commands
 from tests.worker.conftest import a_request
+from tests.worker.test_policy_keeper import a_snapshot, push
 from tests.worker.test_steering import ALONE, LONG, begin, leave
 from trimtab import codec, errors
 from trimtab.kit import rpc
@@ -164,3 +165,21 @@ async def test_a_stream_that_is_left_gives_its_place_back_at_once(rig):
     assert (rig.gate.handed, len(rig.engine._live)) == (1, 1)
     await events.aclose()
     assert (rig.gate.handed, len(rig.engine._live), rig.serving.unfinished) == (0, 0, 0)
+
+
+async def test_a_reload_tells_the_engine_its_policy_anew(rig, commands):
+    await push(rig, a_snapshot(batch__active=3))
+    commands.reload = rig.keeper.reload
+    rules, rig.engine._value.rules = rig.engine._value.rules, None
+    result = await commands.obey(pb.Command(command_id="c", reload_policy=pb.ReloadPolicyCommand()))
+    assert result.ok
+    assert rig.engine._value.rules == rules
+
+
+async def test_a_reload_that_the_engine_refuses_says_why(commands):
+    async def refuse():
+        raise errors.PolicyRefused("not now", reason="ABOVE_ENGINE_LIMIT")
+
+    commands.reload = refuse
+    result = await commands.obey(pb.Command(command_id="c", reload_policy=pb.ReloadPolicyCommand()))
+    assert (result.ok, result.message) == (False, "not now")

@@ -48,6 +48,19 @@ async def test_a_hung_engine_whose_work_has_gone_elsewhere_is_hung_until_it_show
     assert rig.health.judge(now + 99.0) is NodeState.SERVING
 
 
+async def test_it_says_for_how_long_it_has_been_hung(rig):
+    rig.engine.owes = lambda: 0
+    rig.engine.pulse = lambda: Pulse(5, begun=1000.0, predicted_ms=10.0, ended=False)
+    assert rig.health.judge(1001.0) is NodeState.SERVING
+    assert rig.health.hung_s(1001.0) == 0.0
+    for now, hung_s in ((1003.0, 0.0), (1005.0, 2.0), (1015.5, 12.5)):
+        assert rig.health.judge(now) is NodeState.HUNG
+        assert rig.health.hung_s(now) == hung_s
+    rig.engine.pulse = lambda: Pulse(6, begun=1016.0, predicted_ms=10.0, ended=False)
+    assert rig.health.judge(1016.1) is NodeState.SERVING
+    assert rig.health.hung_s(1016.1) == 0.0
+
+
 async def test_a_step_in_flight_that_overstays_is_hung_with_or_without_work(rig):
     rig.engine.owes = lambda: 0
     rig.engine.pulse = lambda: Pulse(5, begun=1000.0, predicted_ms=10.0, ended=False)

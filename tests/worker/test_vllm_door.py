@@ -231,7 +231,6 @@ async def test_a_dead_engine_is_unavailable(rig):
     await call.read()
     rig.engine._task.cancel()
     await asyncio.wait([rig.engine._task])
-    rig.engine._live["r/1"].inbox.put_nowait(None)
     code, error = await refused(call)
     assert (code, type(error)) == (grpc.StatusCode.UNAVAILABLE, errors.EngineDead)
     code, _ = await refused(rig.stub.Generate(a_request()))

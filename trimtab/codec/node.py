@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from trimtab import messages as m
@@ -14,11 +15,14 @@ MAX_WORD = 512
 """Characters of anything that a node calls itself."""
 MAX_LABELS = 64
 MAX_COUNTERS = 512
-MAX_SKETCHES = 6
-MAX_SKETCH_BYTES = 64 << 10
+MAX_SKETCHES = 24
+MAX_SKETCH_BYTES = 4 << 10
+MAX_GAUGES = 128
+MAX_OUTLIERS = 16
 
 _STATE = {k: getattr(control_pb2, f"NODE_STATE_{k.name}") for k in m.NodeState}
 _STATE_BACK = {v: k for k, v in _STATE.items()}
+_WORKLOAD = {m.Workload.REALTIME: inference_pb2.WORKLOAD_REALTIME, m.Workload.BATCH: inference_pb2.WORKLOAD_BATCH}
 
 
 def encode_state(x: m.NodeState) -> control_pb2.NodeState.ValueType:
@@ -129,14 +133,58 @@ def encode_report(x: m.Report) -> control_pb2.Report:
         steps=x.steps,
         counters=x.counters,
         sketches=x.sketches,
+        interval_ms=x.interval_ms,
+        gauges=x.gauges,
+        outliers=[encode_outlier(each) for each in x.outliers],
+    )
+
+
+def encode_outlier(x: m.Outlier) -> control_pb2.Outlier:
+    return control_pb2.Outlier(
+        request_id=x.request_id,
+        workload=_WORKLOAD[x.workload],
+        prompt_tokens=x.prompt_tokens,
+        output_tokens=x.output_tokens,
+        ttft_ms=x.ttft_ms,
+        itl_ms=x.itl_ms,
+        queued_ms=x.queued_ms,
+        preemptions=x.preemptions,
+        neighbours=x.neighbours,
+        longest_neighbour_tokens=x.longest_neighbour_tokens,
+    )
+
+
+def decode_outlier(pb: control_pb2.Outlier) -> m.Outlier:
+    return m.Outlier(
+        pb.request_id,
+        m.Workload.BATCH if pb.workload == inference_pb2.WORKLOAD_BATCH else m.Workload.REALTIME,
+        pb.prompt_tokens,
+        pb.output_tokens,
+        pb.ttft_ms,
+        pb.itl_ms,
+        pb.queued_ms,
+        pb.preemptions,
+        pb.neighbours,
+        pb.longest_neighbour_tokens,
     )
 
 
 def decode_report(pb: control_pb2.Report) -> m.Report:
     """InvalidRequest for one that is larger than any node of ours sends: what a node says is kept for as long as it lives."""
-    _bounded("Report", [*pb.counters, *pb.sketches], len(pb.counters), MAX_COUNTERS)
+    _bounded("Report", [*pb.counters, *pb.sketches, *pb.gauges], len(pb.counters), MAX_COUNTERS)
+    if len(pb.gauges) > MAX_GAUGES or len(pb.outliers) > MAX_OUTLIERS:
+        raise InvalidRequest(f"a Report has {MAX_GAUGES} gauges and {MAX_OUTLIERS} outliers at most")
+    _bounded("Outlier", [x.request_id for x in pb.outliers], 0, 0)
     if len(pb.sketches) > MAX_SKETCHES or any(len(x) > MAX_SKETCH_BYTES for x in pb.sketches.values()):
         raise InvalidRequest(f"a Report has {MAX_SKETCHES} sketches at most, of {MAX_SKETCH_BYTES} bytes each")
     return m.Report(
-        pb.sequence, decode_state(pb.state), decode_load(pb.load), pb.steps, dict(pb.counters), dict(pb.sketches)
+        pb.sequence,
+        decode_state(pb.state),
+        decode_load(pb.load),
+        pb.steps,
+        dict(pb.counters),
+        dict(pb.sketches),
+        pb.interval_ms,
+        {name: value for name, value in pb.gauges.items() if math.isfinite(value)},
+        tuple(decode_outlier(x) for x in pb.outliers),
     )

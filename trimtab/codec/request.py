@@ -128,6 +128,7 @@ def encode_match(x: m.RequestMatch) -> control_pb2.RequestMatch:
         workload=_WORKLOAD[x.workload] if x.workload else inference_pb2.WORKLOAD_UNSPECIFIED,
         tenant=x.tenant,
         min_prompt_tokens=x.min_prompt_tokens,
+        min_age_ms=x.min_age_ms,
     )
 
 
@@ -135,4 +136,6 @@ def decode_match(pb: control_pb2.RequestMatch) -> m.RequestMatch:
     """InvalidRequest for what only a newer build knows: a condition that is passed over would widen the match."""
     if len(UnknownFieldSet(pb)) or (pb.workload and pb.workload not in _WORKLOAD_BACK):
         raise InvalidRequest("the match has a condition that this build does not know; upgrade it")
-    return m.RequestMatch(frozenset(pb.request_ids), _WORKLOAD_BACK.get(pb.workload), pb.tenant, pb.min_prompt_tokens)
+    return m.RequestMatch(
+        frozenset(pb.request_ids), _WORKLOAD_BACK.get(pb.workload), pb.tenant, pb.min_prompt_tokens, pb.min_age_ms
+    )

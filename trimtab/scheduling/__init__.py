@@ -7,9 +7,9 @@ served. Time is an argument everywhere, in milliseconds of one monotonic clock. 
 holds), `planner` (the state that lasts from step to step), `counters` (what it says of itself).
 """
 
-from trimtab.scheduling.counters import BY_LENGTH, STATS
+from trimtab.scheduling.counters import BY_LENGTH, NOW, STATS
 from trimtab.scheduling.item import Item
-from trimtab.scheduling.lengths import LengthClass
+from trimtab.scheduling.lengths import LengthClass, edges_of
 from trimtab.scheduling.order import handover_bound, order_ms, queue_bound
 from trimtab.scheduling.plan import Memory, Plan
 from trimtab.scheduling.planner import Planner
@@ -17,6 +17,6 @@ from trimtab.scheduling.rules import Rules
 from trimtab.scheduling.steptime import Shape, StepTimeModel
 
 __all__ = [
-    "BY_LENGTH", "STATS", "Item", "LengthClass", "Memory", "Plan", "Planner", "Rules", "Shape", "StepTimeModel", "handover_bound",
-    "order_ms", "queue_bound",
+    "BY_LENGTH", "NOW", "STATS", "Item", "LengthClass", "Memory", "Plan", "Planner", "Rules", "Shape", "StepTimeModel", "edges_of",
+    "handover_bound", "order_ms", "queue_bound",
 ]  # fmt: skip

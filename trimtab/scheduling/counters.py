@@ -82,5 +82,23 @@ STATS = (
     "step_ms_per_1000_kv",
     "step_ms_above_first_knee",
     "step_ms_above_last_knee",
+    "realtime_running",
+    "batch_running",
+    "realtime_waiting",
+    "batch_waiting",
+    "cold_waiting",
+    "stored_tokens",
+    "longest_prefill",
+    "busy_ms",
 )
 """The names of `Planner.stats`, in its order."""
+
+NOW = frozenset(
+    (
+        *(f"{length}_waiting" for length in LengthClass),
+        *("realtime_running", "batch_running", "realtime_waiting", "batch_waiting", "cold_waiting"),
+        *("stored_tokens", "longest_prefill"),
+        *(name for name in STATS if name.startswith("step_")),
+    )
+)
+"""Those of them that say how it is now; all others never fall."""

@@ -28,10 +28,10 @@ class Item:
     computed: int = 0
     high_water: int = 0
     """Most tokens ever computed: what lies below it is computed again."""
-    length: LengthClass = field(init=False)
-    """Of the prompt."""
 
     # From the rules in force.
+    length: LengthClass = field(init=False)
+    """Of the prompt."""
     order: float = 0.0
     hot: bool = False
     protected: bool = False
@@ -61,6 +61,7 @@ class Item:
     def classify(self, r: Rules) -> None:
         """Set what follows from the rules; again after each change of them."""
         self.order = order_ms(r, self.workload, self.arrival_ms, self.delta)
+        self.length = LengthClass.of(self.prompt_tokens, r.length_edges)
         self.hot = self.prompt_tokens < r.hot_below
         self.protected = self.hot if r.protect_length else self.workload is Workload.REALTIME
         self.express = self.protected and self.hot

@@ -44,6 +44,7 @@ class Planner:
         self.rest_decodes = Decodes()
         self.protected_decodes = Decodes()
         self.express_running = 0
+        self.running_of = dict.fromkeys(Workload, 0)
         self.queued_prefill_tokens = 0
         self.busy_ms = 0.0
         """Time spent in steps: the clock of time slices."""
@@ -234,6 +235,11 @@ class Planner:
         """Tokens that all decodes together read in a step."""
         return self.protected_decodes.kv_tokens + self.rest_decodes.kv_tokens
 
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV the running hold."""
+        return self.kv_tokens + sum(i.computed for i in self.prefilling.values())
+
     def growing(self, block_size: int) -> int:
         """Decodes whose next token needs another block."""
         return self.protected_decodes.growing(block_size) + self.rest_decodes.growing(block_size)
@@ -259,6 +265,8 @@ class Planner:
             c.preemptions, c.memory_preemptions, c.slices_broken, c.slices_denied, c.recomputed_tokens, c.aborted_tokens,
             c.computed_tokens, c.held_decodes, c.forced, c.max_overtake_ms, realtime.count, realtime.sum_ms, realtime.max_ms,
             batch.count, batch.sum_ms, batch.max_ms, *chain.from_iterable(lengths), self.model.error_ms, *w,
+            *self.running_of.values(), *self.waiting.by_workload.values(), self.waiting.cold_batch, self.stored_tokens,
+            max((i.prompt_tokens for i in self.prefilling.values()), default=0), self.busy_ms,
         )  # fmt: skip
 
     # Moves.
@@ -274,6 +282,7 @@ class Planner:
         self.running[item.request_id] = item
         self.prefilling[item.request_id] = item
         self.express_running += item.express
+        self.running_of[item.workload] += 1
         if item.started:
             return
         item.started = True
@@ -304,6 +313,7 @@ class Planner:
     def _leave_running(self, item: Item) -> None:
         del self.running[item.request_id]
         self.express_running -= item.express
+        self.running_of[item.workload] -= 1
         if self.prefilling.pop(item.request_id, None) is not None:
             self.queued_prefill_tokens -= item.left
         else:

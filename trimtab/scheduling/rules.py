@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.errors import PolicyRefused
 from trimtab.policy import Isolation, Mode, Policy, Preemption, Protect
+from trimtab.scheduling.lengths import Edges, edges_of
 from trimtab.snapshot import Limits
 
 
@@ -41,6 +42,7 @@ class Rules:
     pressure_threshold: float
     reserve: float
     spread_limit: float
+    length_edges: Edges
 
     @staticmethod
     def of(policy: Policy, limits: Limits) -> Rules:
@@ -87,6 +89,7 @@ class Rules:
             pressure_threshold=p.memory.pressure_threshold,
             reserve=p.memory.reserve_high_priority,
             spread_limit=p.clusters.spread_limit,
+            length_edges=edges_of(p),
         )
 
     def isolates(self, prompt_tokens: int, tenant: str) -> bool:

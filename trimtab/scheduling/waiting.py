@@ -22,6 +22,9 @@ class Waiting:
         self.cold: Line[Item] = Line()
         self.by_length = dict.fromkeys(LengthClass, 0)
         """How many of each class wait."""
+        self.by_workload = dict.fromkeys(Workload, 0)
+        self.cold_batch = 0
+        """BATCH requests with cold prompts among them."""
         self._number = 0
         self._lines = (self.express, self.hot, self.cold)
         self._unstarted: list[tuple[float, str]] = []
@@ -42,7 +45,7 @@ class Waiting:
 
     def add(self, item: Item) -> None:
         self._number += 1
-        self.by_length[item.length] += 1
+        self._count(item, 1)
         (self.express if item.express else self.hot if item.hot else self.cold).add(item, self._number)
         if item.workload is Workload.BATCH and not item.started:
             heappush(self._unstarted, (item.arrival_ms, item.request_id))
@@ -53,8 +56,14 @@ class Waiting:
     def remove(self, request_id: str) -> Item | None:
         item = self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
         if item is not None:
-            self.by_length[item.length] -= 1
+            self._count(item, -1)
         return item
+
+    def _count(self, item: Item, one: int) -> None:
+        self.by_length[item.length] += one
+        self.by_workload[item.workload] += one
+        if not item.hot and item.workload is Workload.BATCH:
+            self.cold_batch += one
 
     def resort(self) -> None:
         """After orders or classes have changed."""

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from trimtab.v1 import control_pb2 as _control_pb2
+from trimtab.v1 import inference_pb2 as _inference_pb2
 from trimtab.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
@@ -1114,6 +1115,7 @@ class SteerRequestsRequest(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
     author: _builtins.str
     reason: _builtins.str
     local: _builtins.bool
@@ -1126,6 +1128,10 @@ class SteerRequestsRequest(_message.Message):
     def isolate(self) -> Global___IsolateAction: ...
     @_builtins.property
     def release(self) -> Global___ReleaseAction: ...
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these workers; none named means all."""
+
     def __init__(
         self,
         *,
@@ -1136,10 +1142,11 @@ class SteerRequestsRequest(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         local: _builtins.bool = ...,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "isolate", b"isolate", "match", b"match", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "author", b"author", "isolate", b"isolate", "local", b"local", "match", b"match", "reason", b"reason", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "author", b"author", "isolate", b"isolate", "local", b"local", "match", b"match", "node_ids", b"node_ids", "reason", b"reason", "release", b"release", "reprioritise", b"reprioritise"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reprioritise", "isolate", "release"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
@@ -1473,6 +1480,7 @@ class DrainNodeRequest(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     deadline_ms: _builtins.int
     """Milliseconds that running requests get before they are handed on; 0 means none."""
@@ -1480,6 +1488,8 @@ class DrainNodeRequest(_message.Message):
     reason: _builtins.str
     local: _builtins.bool
     """Only where the node is connected to the replica asked: what replicas ask of each other."""
+    restart: _builtins.bool
+    """Whoever supervises its process is to start it anew."""
     def __init__(
         self,
         *,
@@ -1488,10 +1498,11 @@ class DrainNodeRequest(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         local: _builtins.bool = ...,
+        restart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "deadline_ms", b"deadline_ms", "local", b"local", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "deadline_ms", b"deadline_ms", "local", b"local", "node_id", b"node_id", "reason", b"reason", "restart", b"restart"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1610,3 +1621,728 @@ class NodeAction(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeAction: _TypeAlias = NodeAction  # noqa: Y015
+
+@_typing.final
+class ReloadNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    author: _builtins.str
+    reason: _builtins.str
+    local: _builtins.bool
+    """Only where the node is connected to the replica asked: what replicas ask of each other."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        local: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "local", b"local", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadNodeRequest: _TypeAlias = ReloadNodeRequest  # noqa: Y015
+
+@_typing.final
+class ReloadNodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    reason: _builtins.str
+    """UPPER_SNAKE when not done."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadNodeResponse: _TypeAlias = ReloadNodeResponse  # noqa: Y015
+
+@_typing.final
+class GetTelemetryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOWS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    windows: _builtins.int
+    """Closed windows of each node, the newest; 0 means 12."""
+    decisions: _builtins.int
+    """Decisions of controllers, the newest; 0 means 20."""
+    def __init__(
+        self,
+        *,
+        windows: _builtins.int = ...,
+        decisions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "windows", b"windows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTelemetryRequest: _TypeAlias = GetTelemetryRequest  # noqa: Y015
+
+@_typing.final
+class GetTelemetryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MeshEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Quantiles: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Quantiles | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NODES_FIELD_NUMBER: _builtins.int
+    CONTROLLERS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    MESH_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    TICK_MS_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    leader_id: _builtins.str
+    """Empty while nobody leads: then no controller runs."""
+    tick_ms: _builtins.float
+    """The last tick of the leader's controllers; absent where this replica does not lead."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeTelemetry]:
+        """By node id."""
+
+    @_builtins.property
+    def controllers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControllerTelemetry]: ...
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControllerDecision]:
+        """Newest first."""
+
+    @_builtins.property
+    def mesh(self) -> _containers.MessageMap[_builtins.str, Global___Quantiles]:
+        """Of connected workers and gateways, over their newest full windows."""
+
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthsTelemetry]: ...
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolScale]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeTelemetry] | None = ...,
+        controllers: _abc.Iterable[Global___ControllerTelemetry] | None = ...,
+        decisions: _abc.Iterable[Global___ControllerDecision] | None = ...,
+        mesh: _abc.Mapping[_builtins.str, Global___Quantiles] | None = ...,
+        lengths: _abc.Iterable[Global___LengthsTelemetry] | None = ...,
+        pools: _abc.Iterable[Global___PoolScale] | None = ...,
+        replica_id: _builtins.str = ...,
+        leader_id: _builtins.str = ...,
+        tick_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tick_ms", b"_tick_ms", "tick_ms", b"tick_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tick_ms", b"_tick_ms", "controllers", b"controllers", "decisions", b"decisions", "leader_id", b"leader_id", "lengths", b"lengths", "mesh", b"mesh", "nodes", b"nodes", "pools", b"pools", "replica_id", b"replica_id", "tick_ms", b"tick_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tick_ms: _TypeAlias = _typing.Literal["tick_ms"]  # noqa: Y015
+    _WhichOneofArgType__tick_ms: _TypeAlias = _typing.Literal["_tick_ms", b"_tick_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tick_ms) -> _WhichOneofReturnType__tick_ms | None: ...
+
+Global___GetTelemetryResponse: _TypeAlias = GetTelemetryResponse  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P95_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    p50: _builtins.float
+    p95: _builtins.float
+    p99: _builtins.float
+    max: _builtins.float
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        p50: _builtins.float = ...,
+        p95: _builtins.float = ...,
+        p99: _builtins.float = ...,
+        max: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "max", b"max", "p50", b"p50", "p95", b"p95", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class NodeTelemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class GaugesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class TotalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    GAUGES_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
+    TTFT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
+    ITL_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    BATCH_ACTIVE_FIELD_NUMBER: _builtins.int
+    BATCH_ACTIVE_SPEC_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_AGO_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    incarnation: _builtins.str
+    role: _control_pb2.Role.ValueType
+    pool: _builtins.str
+    model: _builtins.str
+    state: _control_pb2.NodeState.ValueType
+    connected: _builtins.bool
+    age_s: _builtins.float
+    """Since its newest report; absent before the first."""
+    stale: _builtins.bool
+    """That is too long ago to go by."""
+    restarts: _builtins.int
+    refused_because: _builtins.str
+    ttft_objective_ms: _builtins.float
+    """Its own objectives, in milliseconds."""
+    itl_objective_ms: _builtins.float
+    breaker: _builtins.str
+    """Empty while no breaker on it is open or forced."""
+    batch_active: _builtins.int
+    """Running requests at most, as its policy has it now, and as people set it."""
+    batch_active_spec: _builtins.int
+    out_of_memory_ago_s: _builtins.float
+    """Since an engine of it last ran out of memory; absent where none did."""
+    @_builtins.property
+    def load(self) -> _inference_pb2.Load: ...
+    @_builtins.property
+    def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def totals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Since it was first heard of, across restarts."""
+
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowTelemetry]:
+        """Oldest first."""
+
+    @_builtins.property
+    def applied(self) -> _policy_pb2.SnapshotIdentity: ...
+    @_builtins.property
+    def refused(self) -> _policy_pb2.SnapshotIdentity: ...
+    @_builtins.property
+    def limits(self) -> _control_pb2.EngineLimits: ...
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        role: _control_pb2.Role.ValueType = ...,
+        pool: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: _control_pb2.NodeState.ValueType = ...,
+        connected: _builtins.bool = ...,
+        age_s: _builtins.float | None = ...,
+        stale: _builtins.bool = ...,
+        load: _inference_pb2.Load | None = ...,
+        gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        totals: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        restarts: _builtins.int = ...,
+        windows: _abc.Iterable[Global___WindowTelemetry] | None = ...,
+        applied: _policy_pb2.SnapshotIdentity | None = ...,
+        refused: _policy_pb2.SnapshotIdentity | None = ...,
+        refused_because: _builtins.str = ...,
+        ttft_objective_ms: _builtins.float = ...,
+        itl_objective_ms: _builtins.float = ...,
+        breaker: _builtins.str = ...,
+        batch_active: _builtins.int = ...,
+        batch_active_spec: _builtins.int = ...,
+        limits: _control_pb2.EngineLimits | None = ...,
+        out_of_memory_ago_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "limits", b"limits", "load", b"load", "out_of_memory_ago_s", b"out_of_memory_ago_s", "refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "batch_active", b"batch_active", "batch_active_spec", b"batch_active_spec", "breaker", b"breaker", "connected", b"connected", "gauges", b"gauges", "incarnation", b"incarnation", "itl_objective_ms", b"itl_objective_ms", "limits", b"limits", "load", b"load", "model", b"model", "node_id", b"node_id", "out_of_memory_ago_s", b"out_of_memory_ago_s", "pool", b"pool", "refused", b"refused", "refused_because", b"refused_because", "restarts", b"restarts", "role", b"role", "stale", b"stale", "state", b"state", "totals", b"totals", "ttft_objective_ms", b"ttft_objective_ms", "windows", b"windows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
+    _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
+    _WhichOneofReturnType__out_of_memory_ago_s: _TypeAlias = _typing.Literal["out_of_memory_ago_s"]  # noqa: Y015
+    _WhichOneofArgType__out_of_memory_ago_s: _TypeAlias = _typing.Literal["_out_of_memory_ago_s", b"_out_of_memory_ago_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_s) -> _WhichOneofReturnType__age_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__out_of_memory_ago_s) -> _WhichOneofReturnType__out_of_memory_ago_s | None: ...
+
+Global___NodeTelemetry: _TypeAlias = NodeTelemetry  # noqa: Y015
+
+@_typing.final
+class WindowTelemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class QuantilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Quantiles: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Quantiles | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PeaksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENDED_AGO_S_FIELD_NUMBER: _builtins.int
+    SPAN_S_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    QUANTILES_FIELD_NUMBER: _builtins.int
+    OUTLIERS_FIELD_NUMBER: _builtins.int
+    PEAKS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    ended_ago_s: _builtins.float
+    span_s: _builtins.float
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def quantiles(self) -> _containers.MessageMap[_builtins.str, Global___Quantiles]: ...
+    @_builtins.property
+    def outliers(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Outlier]: ...
+    @_builtins.property
+    def peaks(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The highest of each gauge within it."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        ended_ago_s: _builtins.float = ...,
+        span_s: _builtins.float = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        quantiles: _abc.Mapping[_builtins.str, Global___Quantiles] | None = ...,
+        outliers: _abc.Iterable[_control_pb2.Outlier] | None = ...,
+        peaks: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "ended_ago_s", b"ended_ago_s", "number", b"number", "outliers", b"outliers", "peaks", b"peaks", "quantiles", b"quantiles", "span_s", b"span_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WindowTelemetry: _TypeAlias = WindowTelemetry  # noqa: Y015
+
+@_typing.final
+class ControllerTelemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    mode: _builtins.str
+    """on, advise or off, as the mesh's policy has it."""
+    moves: _builtins.int
+    """Adjustments of its own that live."""
+    @_builtins.property
+    def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why it can't decide now; empty while it can."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        holds: _abc.Iterable[_builtins.str] | None = ...,
+        moves: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds", b"holds", "mode", b"mode", "moves", b"moves", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerTelemetry: _TypeAlias = ControllerTelemetry  # noqa: Y015
+
+@_typing.final
+class ControllerDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTROLLER_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    ADVISED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    controller: _builtins.str
+    at_unix_ms: _builtins.int
+    text: _builtins.str
+    """What it did, or would have done where `advised`."""
+    reason: _builtins.str
+    evidence: _builtins.str
+    advised: _builtins.bool
+    failed: _builtins.str
+    """Why it could not be done; empty where it was."""
+    kind: _builtins.str
+    """move, command or want. Moves that were done are in the policy's history too."""
+    def __init__(
+        self,
+        *,
+        controller: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        text: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        evidence: _builtins.str = ...,
+        advised: _builtins.bool = ...,
+        failed: _builtins.str = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advised", b"advised", "at_unix_ms", b"at_unix_ms", "controller", b"controller", "evidence", b"evidence", "failed", b"failed", "kind", b"kind", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerDecision: _TypeAlias = ControllerDecision  # noqa: Y015
+
+@_typing.final
+class LengthsTelemetry(_message.Message):
+    """Of one model's prompts, and of prompts with their outputs: how long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RECENT_PROMPTS_FIELD_NUMBER: _builtins.int
+    DAY_PROMPTS_FIELD_NUMBER: _builtins.int
+    RECENT_TOTALS_FIELD_NUMBER: _builtins.int
+    DAY_SPAN_S_FIELD_NUMBER: _builtins.int
+    SAFE_BATCH_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    day_span_s: _builtins.float
+    safe_batch: _builtins.int
+    """KV memory allows so many requests of the q95 length; 0 where unknown."""
+    @_builtins.property
+    def recent_prompts(self) -> Global___Quantiles:
+        """The newest thousand."""
+
+    @_builtins.property
+    def day_prompts(self) -> Global___Quantiles:
+        """The day before, as far as it is known."""
+
+    @_builtins.property
+    def recent_totals(self) -> Global___Quantiles: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        recent_prompts: Global___Quantiles | None = ...,
+        day_prompts: Global___Quantiles | None = ...,
+        recent_totals: Global___Quantiles | None = ...,
+        day_span_s: _builtins.float = ...,
+        safe_batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["day_prompts", b"day_prompts", "recent_prompts", b"recent_prompts", "recent_totals", b"recent_totals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["day_prompts", b"day_prompts", "day_span_s", b"day_span_s", "model", b"model", "recent_prompts", b"recent_prompts", "recent_totals", b"recent_totals", "safe_batch", b"safe_batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthsTelemetry: _TypeAlias = LengthsTelemetry  # noqa: Y015
+
+@_typing.final
+class PoolScale(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SURPLUS_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    wanted: _builtins.int
+    running: _builtins.int
+    min_workers: _builtins.int
+    max_workers: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def surplus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that are to be drained first, where there are too many."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        wanted: _builtins.int = ...,
+        running: _builtins.int = ...,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        surplus: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_workers", b"max_workers", "min_workers", b"min_workers", "pool", b"pool", "reason", b"reason", "running", b"running", "surplus", b"surplus", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolScale: _TypeAlias = PoolScale  # noqa: Y015
+
+@_typing.final
+class ListReportsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """Only those after this one; 0 gives what is kept."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReportsRequest: _TypeAlias = ListReportsRequest  # noqa: Y015
+
+@_typing.final
+class ListReportsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORTS_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    newest: _builtins.int
+    """The newest ordinal; lower than `after` where the replica is a new process."""
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptReport]: ...
+    def __init__(
+        self,
+        *,
+        reports: _abc.Iterable[Global___KeptReport] | None = ...,
+        newest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "reports", b"reports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReportsResponse: _TypeAlias = ListReportsResponse  # noqa: Y015
+
+@_typing.final
+class KeptReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
+    ordinal: _builtins.int
+    node_id: _builtins.str
+    incarnation: _builtins.str
+    age_s: _builtins.float
+    out_of_memory: _builtins.bool
+    """An engine of it ran out of memory."""
+    @_builtins.property
+    def report(self) -> _control_pb2.Report: ...
+    def __init__(
+        self,
+        *,
+        ordinal: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        report: _control_pb2.Report | None = ...,
+        out_of_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "incarnation", b"incarnation", "node_id", b"node_id", "ordinal", b"ordinal", "out_of_memory", b"out_of_memory", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptReport: _TypeAlias = KeptReport  # noqa: Y015
+
+@_typing.final
+class GetScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScaleRequest: _TypeAlias = GetScaleRequest  # noqa: Y015
+
+@_typing.final
+class GetScaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    """Empty while nobody leads: then what was wanted last stands."""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolScale]: ...
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolScale] | None = ...,
+        leader_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScaleResponse: _TypeAlias = GetScaleResponse  # noqa: Y015

@@ -104,10 +104,30 @@ class AdminServiceStub:
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.ReloadNode = channel.unary_unary(
+                '/trimtab.v1.AdminService/ReloadNode',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ReloadNodeRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ReloadNodeResponse.FromString,
+                _registered_method=True)
         self.ListActions = channel.unary_unary(
                 '/trimtab.v1.AdminService/ListActions',
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
+                _registered_method=True)
+        self.GetTelemetry = channel.unary_unary(
+                '/trimtab.v1.AdminService/GetTelemetry',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.GetTelemetryRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetTelemetryResponse.FromString,
+                _registered_method=True)
+        self.ListReports = channel.unary_unary(
+                '/trimtab.v1.AdminService/ListReports',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ListReportsRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListReportsResponse.FromString,
+                _registered_method=True)
+        self.GetScale = channel.unary_unary(
+                '/trimtab.v1.AdminService/GetScale',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.FromString,
                 _registered_method=True)
 
 
@@ -208,8 +228,36 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadNode(self, request, context):
+        """A node's engine is told anew what its policy is, whatever it has answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListActions(self, request, context):
         """What people did to nodes: breakers that were forced, drains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTelemetry(self, request, context):
+        """What nodes measured, folded into windows, and what controllers make of it: for `top` and `doctor`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReports(self, request, context):
+        """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScale(self, request, context):
+        """How many workers each pool wants: for whoever starts and drains them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,10 +336,30 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.DrainNodeResponse.SerializeToString,
             ),
+            'ReloadNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadNode,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ReloadNodeRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ReloadNodeResponse.SerializeToString,
+            ),
             'ListActions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListActions,
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.SerializeToString,
+            ),
+            'GetTelemetry': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTelemetry,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetTelemetryRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.GetTelemetryResponse.SerializeToString,
+            ),
+            'ListReports': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReports,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListReportsRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ListReportsResponse.SerializeToString,
+            ),
+            'GetScale': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScale,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -683,6 +751,33 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
+    def ReloadNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ReloadNode',
+            trimtab_dot_v1_dot_admin__pb2.ReloadNodeRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ReloadNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListActions(request,
             target,
             options=(),
@@ -699,6 +794,87 @@ class AdminService:
             '/trimtab.v1.AdminService/ListActions',
             trimtab_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
             trimtab_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTelemetry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/GetTelemetry',
+            trimtab_dot_v1_dot_admin__pb2.GetTelemetryRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.GetTelemetryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReports(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ListReports',
+            trimtab_dot_v1_dot_admin__pb2.ListReportsRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ListReportsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/GetScale',
+            trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

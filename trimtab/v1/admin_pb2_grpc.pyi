@@ -55,8 +55,16 @@ class AdminServiceStub:
     """What all gateways make of a worker until the time is over, whatever they have seen."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.DrainNodeResponse]
     """A worker takes no new work, ends or hands on what it has, and ends."""
+    ReloadNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadNodeRequest, _admin_pb2.ReloadNodeResponse]
+    """A node's engine is told anew what its policy is, whatever it has answered."""
     ListActions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]
     """What people did to nodes: breakers that were forced, drains."""
+    GetTelemetry: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTelemetryRequest, _admin_pb2.GetTelemetryResponse]
+    """What nodes measured, folded into windows, and what controllers make of it: for `top` and `doctor`."""
+    ListReports: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListReportsRequest, _admin_pb2.ListReportsResponse]
+    """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh."""
+    GetScale: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetScaleRequest, _admin_pb2.GetScaleResponse]
+    """How many workers each pool wants: for whoever starts and drains them."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -85,8 +93,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """What all gateways make of a worker until the time is over, whatever they have seen."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """A worker takes no new work, ends or hands on what it has, and ends."""
+    ReloadNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadNodeRequest, _admin_pb2.ReloadNodeResponse]  # type: ignore[assignment]
+    """A node's engine is told anew what its policy is, whatever it has answered."""
     ListActions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]  # type: ignore[assignment]
     """What people did to nodes: breakers that were forced, drains."""
+    GetTelemetry: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTelemetryRequest, _admin_pb2.GetTelemetryResponse]  # type: ignore[assignment]
+    """What nodes measured, folded into windows, and what controllers make of it: for `top` and `doctor`."""
+    ListReports: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListReportsRequest, _admin_pb2.ListReportsResponse]  # type: ignore[assignment]
+    """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh."""
+    GetScale: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetScaleRequest, _admin_pb2.GetScaleResponse]  # type: ignore[assignment]
+    """How many workers each pool wants: for whoever starts and drains them."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -198,11 +214,43 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """A worker takes no new work, ends or hands on what it has, and ends."""
 
     @_abc_1.abstractmethod
+    def ReloadNode(
+        self,
+        request: _admin_pb2.ReloadNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadNodeResponse, _abc.Awaitable[_admin_pb2.ReloadNodeResponse]]:
+        """A node's engine is told anew what its policy is, whatever it has answered."""
+
+    @_abc_1.abstractmethod
     def ListActions(
         self,
         request: _admin_pb2.ListActionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListActionsResponse, _abc.Awaitable[_admin_pb2.ListActionsResponse]]:
         """What people did to nodes: breakers that were forced, drains."""
+
+    @_abc_1.abstractmethod
+    def GetTelemetry(
+        self,
+        request: _admin_pb2.GetTelemetryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTelemetryResponse, _abc.Awaitable[_admin_pb2.GetTelemetryResponse]]:
+        """What nodes measured, folded into windows, and what controllers make of it: for `top` and `doctor`."""
+
+    @_abc_1.abstractmethod
+    def ListReports(
+        self,
+        request: _admin_pb2.ListReportsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListReportsResponse, _abc.Awaitable[_admin_pb2.ListReportsResponse]]:
+        """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh."""
+
+    @_abc_1.abstractmethod
+    def GetScale(
+        self,
+        request: _admin_pb2.GetScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetScaleResponse, _abc.Awaitable[_admin_pb2.GetScaleResponse]]:
+        """How many workers each pool wants: for whoever starts and drains them."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -291,16 +291,41 @@ class Report(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class GaugesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEQUENCE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     SKETCHES_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    GAUGES_FIELD_NUMBER: _builtins.int
+    OUTLIERS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts up within an incarnation."""
     state: Global___NodeState.ValueType
     steps: _builtins.int
+    interval_ms: _builtins.int
+    """What the sketches and outliers cover."""
     @_builtins.property
     def load(self) -> _inference_pb2.Load: ...
     @_builtins.property
@@ -309,7 +334,15 @@ class Report(_message.Message):
 
     @_builtins.property
     def sketches(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """Serialised t-digests by name, at most six."""
+        """Serialised t-digests by name, of what happened since the report before; those with nothing in them are left out."""
+
+    @_builtins.property
+    def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Now, by name; a gauge that the node can't measure is absent, never 0."""
+
+    @_builtins.property
+    def outliers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outlier]:
+        """Requests that missed their objective since the report before, the worst first; a few of them."""
 
     def __init__(
         self,
@@ -320,14 +353,67 @@ class Report(_message.Message):
         steps: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         sketches: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        interval_ms: _builtins.int = ...,
+        gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        outliers: _abc.Iterable[Global___Outlier] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "load", b"load", "sequence", b"sequence", "sketches", b"sketches", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "gauges", b"gauges", "interval_ms", b"interval_ms", "load", b"load", "outliers", b"outliers", "sequence", b"sequence", "sketches", b"sketches", "state", b"state", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Outlier(_message.Message):
+    """A request that missed its objective, and what was around it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
+    QUEUED_MS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    LONGEST_NEIGHBOUR_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    workload: _inference_pb2.Workload.ValueType
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    ttft_ms: _builtins.float
+    itl_ms: _builtins.float
+    """The longest gap between two of its tokens."""
+    queued_ms: _builtins.float
+    preemptions: _builtins.int
+    neighbours: _builtins.int
+    """Requests that ran beside it when it ended, and the longest prompt among them in tokens."""
+    longest_neighbour_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        workload: _inference_pb2.Workload.ValueType = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        ttft_ms: _builtins.float = ...,
+        itl_ms: _builtins.float = ...,
+        queued_ms: _builtins.float = ...,
+        preemptions: _builtins.int = ...,
+        neighbours: _builtins.int = ...,
+        longest_neighbour_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_ms", b"itl_ms", "longest_neighbour_tokens", b"longest_neighbour_tokens", "neighbours", b"neighbours", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued_ms", b"queued_ms", "request_id", b"request_id", "ttft_ms", b"ttft_ms", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outlier: _TypeAlias = Outlier  # noqa: Y015
 
 @_typing.final
 class PolicyResult(_message.Message):
@@ -515,15 +601,19 @@ class EngineDied(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
     message: _builtins.str
+    out_of_memory: _builtins.bool
+    """For want of memory: its own error says so, or it was killed and nobody here did it."""
     def __init__(
         self,
         *,
         message: _builtins.str = ...,
+        out_of_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "out_of_memory", b"out_of_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,6 +721,7 @@ class Command(_message.Message):
     RELEASE_REQUESTS_FIELD_NUMBER: _builtins.int
     REPRIORITISE_FIELD_NUMBER: _builtins.int
     ISOLATE_REQUESTS_FIELD_NUMBER: _builtins.int
+    RELOAD_POLICY_FIELD_NUMBER: _builtins.int
     command_id: _builtins.str
     @_builtins.property
     def drain(self) -> Global___DrainCommand: ...
@@ -646,6 +737,8 @@ class Command(_message.Message):
     def reprioritise(self) -> Global___ReprioritiseCommand: ...
     @_builtins.property
     def isolate_requests(self) -> Global___IsolateRequestsCommand: ...
+    @_builtins.property
+    def reload_policy(self) -> Global___ReloadPolicyCommand: ...
     def __init__(
         self,
         *,
@@ -657,12 +750,13 @@ class Command(_message.Message):
         release_requests: Global___ReleaseRequestsCommand | None = ...,
         reprioritise: Global___ReprioritiseCommand | None = ...,
         isolate_requests: Global___IsolateRequestsCommand | None = ...,
+        reload_policy: Global___ReloadPolicyCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reload_policy", b"reload_policy", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "command_id", b"command_id", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "command_id", b"command_id", "drain", b"drain", "isolate_requests", b"isolate_requests", "reblock", b"reblock", "release_requests", b"release_requests", "reload_policy", b"reload_policy", "reprioritise", b"reprioritise", "restart_engine", b"restart_engine", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["drain", "resume", "reblock", "restart_engine", "release_requests", "reprioritise", "isolate_requests"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["drain", "resume", "reblock", "restart_engine", "release_requests", "reprioritise", "isolate_requests", "reload_policy"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -673,15 +767,19 @@ class DrainCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
+    restart: _builtins.bool
+    """Whoever supervises the process is to start it anew."""
     def __init__(
         self,
         *,
         deadline_ms: _builtins.int = ...,
+        restart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "restart", b"restart"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,6 +835,23 @@ class RestartEngineCommand(_message.Message):
 Global___RestartEngineCommand: _TypeAlias = RestartEngineCommand  # noqa: Y015
 
 @_typing.final
+class ReloadPolicyCommand(_message.Message):
+    """The engine is told anew what the policy held here says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadPolicyCommand: _TypeAlias = ReloadPolicyCommand  # noqa: Y015
+
+@_typing.final
 class RequestMatch(_message.Message):
     """Which of the requests that are on a node now are meant: those that have everything that is set here in common. A match that sets nothing
     means none and is refused as EMPTY_MATCH.
@@ -748,9 +863,12 @@ class RequestMatch(_message.Message):
     WORKLOAD_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MIN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_AGE_MS_FIELD_NUMBER: _builtins.int
     workload: _inference_pb2.Workload.ValueType
     tenant: _builtins.str
     min_prompt_tokens: _builtins.int
+    min_age_ms: _builtins.int
+    """Since it came to the mesh."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As the client knows them: from Accepted, or the x-request-id header."""
@@ -762,10 +880,11 @@ class RequestMatch(_message.Message):
         workload: _inference_pb2.Workload.ValueType = ...,
         tenant: _builtins.str = ...,
         min_prompt_tokens: _builtins.int = ...,
+        min_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_prompt_tokens", b"min_prompt_tokens", "request_ids", b"request_ids", "tenant", b"tenant", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_age_ms", b"min_age_ms", "min_prompt_tokens", b"min_prompt_tokens", "request_ids", b"request_ids", "tenant", b"tenant", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,6 +130,44 @@ SCHEDULER_MODE_FCFS: SchedulerMode.ValueType  # 3
 """By arrival alone."""
 Global___SchedulerMode: _TypeAlias = SchedulerMode  # noqa: Y015
 
+class _LoopMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LoopModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LoopMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOOP_MODE_UNSPECIFIED: _LoopMode.ValueType  # 0
+    LOOP_MODE_ON: _LoopMode.ValueType  # 1
+    LOOP_MODE_ADVISE: _LoopMode.ValueType  # 2
+    """It says what it would do."""
+    LOOP_MODE_OFF: _LoopMode.ValueType  # 3
+
+class LoopMode(_LoopMode, metaclass=_LoopModeEnumTypeWrapper): ...
+
+LOOP_MODE_UNSPECIFIED: LoopMode.ValueType  # 0
+LOOP_MODE_ON: LoopMode.ValueType  # 1
+LOOP_MODE_ADVISE: LoopMode.ValueType  # 2
+"""It says what it would do."""
+LOOP_MODE_OFF: LoopMode.ValueType  # 3
+Global___LoopMode: _TypeAlias = LoopMode  # noqa: Y015
+
+class _DegradedState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DegradedStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DegradedState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEGRADED_STATE_UNSPECIFIED: _DegradedState.ValueType  # 0
+    DEGRADED_STATE_NORMAL: _DegradedState.ValueType  # 1
+    DEGRADED_STATE_DEGRADED: _DegradedState.ValueType  # 2
+
+class DegradedState(_DegradedState, metaclass=_DegradedStateEnumTypeWrapper): ...
+
+DEGRADED_STATE_UNSPECIFIED: DegradedState.ValueType  # 0
+DEGRADED_STATE_NORMAL: DegradedState.ValueType  # 1
+DEGRADED_STATE_DEGRADED: DegradedState.ValueType  # 2
+Global___DegradedState: _TypeAlias = DegradedState  # noqa: Y015
+
 class _OverlayOwner:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -268,6 +306,14 @@ class Policy(_message.Message):
     SCHEDULER_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     BREAKER_FIELD_NUMBER: _builtins.int
+    OBJECTIVES_FIELD_NUMBER: _builtins.int
+    OVERLOAD_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    OOM_FIELD_NUMBER: _builtins.int
+    GIANTS_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    HEAL_FIELD_NUMBER: _builtins.int
+    LOOPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___BatchPolicy: ...
     @_builtins.property
@@ -294,6 +340,22 @@ class Policy(_message.Message):
     def resume(self) -> Global___ResumePolicy: ...
     @_builtins.property
     def breaker(self) -> Global___BreakerPolicy: ...
+    @_builtins.property
+    def objectives(self) -> Global___ObjectivesPolicy: ...
+    @_builtins.property
+    def overload(self) -> Global___OverloadPolicy: ...
+    @_builtins.property
+    def degraded(self) -> Global___DegradedPolicy: ...
+    @_builtins.property
+    def oom(self) -> Global___OomPolicy: ...
+    @_builtins.property
+    def giants(self) -> Global___GiantsPolicy: ...
+    @_builtins.property
+    def scale(self) -> Global___ScalePolicy: ...
+    @_builtins.property
+    def heal(self) -> Global___HealPolicy: ...
+    @_builtins.property
+    def loops(self) -> Global___LoopsPolicy: ...
     def __init__(
         self,
         *,
@@ -310,10 +372,18 @@ class Policy(_message.Message):
         scheduler: Global___SchedulerPolicy | None = ...,
         resume: Global___ResumePolicy | None = ...,
         breaker: Global___BreakerPolicy | None = ...,
+        objectives: Global___ObjectivesPolicy | None = ...,
+        overload: Global___OverloadPolicy | None = ...,
+        degraded: Global___DegradedPolicy | None = ...,
+        oom: Global___OomPolicy | None = ...,
+        giants: Global___GiantsPolicy | None = ...,
+        scale: Global___ScalePolicy | None = ...,
+        heal: Global___HealPolicy | None = ...,
+        loops: Global___LoopsPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "isolate", b"isolate", "memory", b"memory", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,28 +397,84 @@ class BatchPolicy(_message.Message):
 
     ACTIVE_FIELD_NUMBER: _builtins.int
     HARD_CAP_FIELD_NUMBER: _builtins.int
+    MIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_WINDOW_S_FIELD_NUMBER: _builtins.int
+    STRIKES_FIELD_NUMBER: _builtins.int
+    DECREASE_FIELD_NUMBER: _builtins.int
+    INCREASE_FIELD_NUMBER: _builtins.int
+    SAFETY_FACTOR_FIELD_NUMBER: _builtins.int
+    USABLE_MEMORY_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Running requests at most, all workloads. Schema 1."""
     hard_cap: _builtins.int
     """Running requests at most that are not REALTIME and hot. Schema 23."""
+    min_samples: _builtins.int
+    """A window with fewer is joined with the next one. In first tokens. Schema 50."""
+    max_window_s: _builtins.int
+    """Windows are joined up to this; then what is there decides nothing. In seconds. Schema 51."""
+    strikes: _builtins.int
+    """Over the objective in a row that make the running set smaller. In windows. Schema 52."""
+    decrease: _builtins.float
+    """What is left of it then. In of the running set. Schema 53."""
+    increase: _builtins.int
+    """By which it grows back with each good window. In requests. Schema 54."""
+    safety_factor: _builtins.float
+    """Of a request, in the safe batch. In times the need. Schema 55."""
+    usable_memory: _builtins.float
+    """That the safe batch may fill. In of the KV cache. Schema 56."""
     def __init__(
         self,
         *,
         active: _builtins.int | None = ...,
         hard_cap: _builtins.int | None = ...,
+        min_samples: _builtins.int | None = ...,
+        max_window_s: _builtins.int | None = ...,
+        strikes: _builtins.int | None = ...,
+        decrease: _builtins.float | None = ...,
+        increase: _builtins.int | None = ...,
+        safety_factor: _builtins.float | None = ...,
+        usable_memory: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_hard_cap", b"_hard_cap", "active", b"active", "hard_cap", b"hard_cap"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_decrease", b"_decrease", "_hard_cap", b"_hard_cap", "_increase", b"_increase", "_max_window_s", b"_max_window_s", "_min_samples", b"_min_samples", "_safety_factor", b"_safety_factor", "_strikes", b"_strikes", "_usable_memory", b"_usable_memory", "active", b"active", "decrease", b"decrease", "hard_cap", b"hard_cap", "increase", b"increase", "max_window_s", b"max_window_s", "min_samples", b"min_samples", "safety_factor", b"safety_factor", "strikes", b"strikes", "usable_memory", b"usable_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_hard_cap", b"_hard_cap", "active", b"active", "hard_cap", b"hard_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_active", b"_active", "_decrease", b"_decrease", "_hard_cap", b"_hard_cap", "_increase", b"_increase", "_max_window_s", b"_max_window_s", "_min_samples", b"_min_samples", "_safety_factor", b"_safety_factor", "_strikes", b"_strikes", "_usable_memory", b"_usable_memory", "active", b"active", "decrease", b"decrease", "hard_cap", b"hard_cap", "increase", b"increase", "max_window_s", b"max_window_s", "min_samples", b"min_samples", "safety_factor", b"safety_factor", "strikes", b"strikes", "usable_memory", b"usable_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__active: _TypeAlias = _typing.Literal["active"]  # noqa: Y015
     _WhichOneofArgType__active: _TypeAlias = _typing.Literal["_active", b"_active"]  # noqa: Y015
+    _WhichOneofReturnType__decrease: _TypeAlias = _typing.Literal["decrease"]  # noqa: Y015
+    _WhichOneofArgType__decrease: _TypeAlias = _typing.Literal["_decrease", b"_decrease"]  # noqa: Y015
     _WhichOneofReturnType__hard_cap: _TypeAlias = _typing.Literal["hard_cap"]  # noqa: Y015
     _WhichOneofArgType__hard_cap: _TypeAlias = _typing.Literal["_hard_cap", b"_hard_cap"]  # noqa: Y015
+    _WhichOneofReturnType__increase: _TypeAlias = _typing.Literal["increase"]  # noqa: Y015
+    _WhichOneofArgType__increase: _TypeAlias = _typing.Literal["_increase", b"_increase"]  # noqa: Y015
+    _WhichOneofReturnType__max_window_s: _TypeAlias = _typing.Literal["max_window_s"]  # noqa: Y015
+    _WhichOneofArgType__max_window_s: _TypeAlias = _typing.Literal["_max_window_s", b"_max_window_s"]  # noqa: Y015
+    _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
+    _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
+    _WhichOneofReturnType__safety_factor: _TypeAlias = _typing.Literal["safety_factor"]  # noqa: Y015
+    _WhichOneofArgType__safety_factor: _TypeAlias = _typing.Literal["_safety_factor", b"_safety_factor"]  # noqa: Y015
+    _WhichOneofReturnType__strikes: _TypeAlias = _typing.Literal["strikes"]  # noqa: Y015
+    _WhichOneofArgType__strikes: _TypeAlias = _typing.Literal["_strikes", b"_strikes"]  # noqa: Y015
+    _WhichOneofReturnType__usable_memory: _TypeAlias = _typing.Literal["usable_memory"]  # noqa: Y015
+    _WhichOneofArgType__usable_memory: _TypeAlias = _typing.Literal["_usable_memory", b"_usable_memory"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__active) -> _WhichOneofReturnType__active | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decrease) -> _WhichOneofReturnType__decrease | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hard_cap) -> _WhichOneofReturnType__hard_cap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__increase) -> _WhichOneofReturnType__increase | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_window_s) -> _WhichOneofReturnType__max_window_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_samples) -> _WhichOneofReturnType__min_samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__safety_factor) -> _WhichOneofReturnType__safety_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strikes) -> _WhichOneofReturnType__strikes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usable_memory) -> _WhichOneofReturnType__usable_memory | None: ...
 
 Global___BatchPolicy: _TypeAlias = BatchPolicy  # noqa: Y015
 
@@ -802,6 +928,9 @@ class PriorityPolicy(_message.Message):
     MAX_PRIORITY_DIFF_FIELD_NUMBER: _builtins.int
     REALTIME_DELTA_FIELD_NUMBER: _builtins.int
     BATCH_DELTA_FIELD_NUMBER: _builtins.int
+    ADJUSTMENT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    RAISE_ABOVE_FIELD_NUMBER: _builtins.int
+    RAISE_TWICE_ABOVE_FIELD_NUMBER: _builtins.int
     max_overtake_ms: _builtins.int
     """Schema 19."""
     max_priority_diff: _builtins.int
@@ -810,6 +939,12 @@ class PriorityPolicy(_message.Message):
     """Levels; REALTIME goes earlier by so much. Schema 21."""
     batch_delta: _builtins.int
     """Levels; BATCH goes earlier by so much. Schema 22."""
+    adjustment_interval_ms: _builtins.int
+    """Between two changes of the deltas at least. In milliseconds. Schema 57."""
+    raise_above: _builtins.int
+    """REALTIME requests waiting at a worker that raise them a level. In requests. Schema 58."""
+    raise_twice_above: _builtins.int
+    """That raise them two levels, and lower BATCH by one. In requests. Schema 59."""
     def __init__(
         self,
         *,
@@ -817,25 +952,40 @@ class PriorityPolicy(_message.Message):
         max_priority_diff: _builtins.int | None = ...,
         realtime_delta: _builtins.int | None = ...,
         batch_delta: _builtins.int | None = ...,
+        adjustment_interval_ms: _builtins.int | None = ...,
+        raise_above: _builtins.int | None = ...,
+        raise_twice_above: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_realtime_delta", b"_realtime_delta", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "realtime_delta", b"realtime_delta"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adjustment_interval_ms", b"_adjustment_interval_ms", "_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_raise_above", b"_raise_above", "_raise_twice_above", b"_raise_twice_above", "_realtime_delta", b"_realtime_delta", "adjustment_interval_ms", b"adjustment_interval_ms", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "raise_above", b"raise_above", "raise_twice_above", b"raise_twice_above", "realtime_delta", b"realtime_delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_realtime_delta", b"_realtime_delta", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "realtime_delta", b"realtime_delta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adjustment_interval_ms", b"_adjustment_interval_ms", "_batch_delta", b"_batch_delta", "_max_overtake_ms", b"_max_overtake_ms", "_max_priority_diff", b"_max_priority_diff", "_raise_above", b"_raise_above", "_raise_twice_above", b"_raise_twice_above", "_realtime_delta", b"_realtime_delta", "adjustment_interval_ms", b"adjustment_interval_ms", "batch_delta", b"batch_delta", "max_overtake_ms", b"max_overtake_ms", "max_priority_diff", b"max_priority_diff", "raise_above", b"raise_above", "raise_twice_above", b"raise_twice_above", "realtime_delta", b"realtime_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adjustment_interval_ms: _TypeAlias = _typing.Literal["adjustment_interval_ms"]  # noqa: Y015
+    _WhichOneofArgType__adjustment_interval_ms: _TypeAlias = _typing.Literal["_adjustment_interval_ms", b"_adjustment_interval_ms"]  # noqa: Y015
     _WhichOneofReturnType__batch_delta: _TypeAlias = _typing.Literal["batch_delta"]  # noqa: Y015
     _WhichOneofArgType__batch_delta: _TypeAlias = _typing.Literal["_batch_delta", b"_batch_delta"]  # noqa: Y015
     _WhichOneofReturnType__max_overtake_ms: _TypeAlias = _typing.Literal["max_overtake_ms"]  # noqa: Y015
     _WhichOneofArgType__max_overtake_ms: _TypeAlias = _typing.Literal["_max_overtake_ms", b"_max_overtake_ms"]  # noqa: Y015
     _WhichOneofReturnType__max_priority_diff: _TypeAlias = _typing.Literal["max_priority_diff"]  # noqa: Y015
     _WhichOneofArgType__max_priority_diff: _TypeAlias = _typing.Literal["_max_priority_diff", b"_max_priority_diff"]  # noqa: Y015
+    _WhichOneofReturnType__raise_above: _TypeAlias = _typing.Literal["raise_above"]  # noqa: Y015
+    _WhichOneofArgType__raise_above: _TypeAlias = _typing.Literal["_raise_above", b"_raise_above"]  # noqa: Y015
+    _WhichOneofReturnType__raise_twice_above: _TypeAlias = _typing.Literal["raise_twice_above"]  # noqa: Y015
+    _WhichOneofArgType__raise_twice_above: _TypeAlias = _typing.Literal["_raise_twice_above", b"_raise_twice_above"]  # noqa: Y015
     _WhichOneofReturnType__realtime_delta: _TypeAlias = _typing.Literal["realtime_delta"]  # noqa: Y015
     _WhichOneofArgType__realtime_delta: _TypeAlias = _typing.Literal["_realtime_delta", b"_realtime_delta"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adjustment_interval_ms) -> _WhichOneofReturnType__adjustment_interval_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_delta) -> _WhichOneofReturnType__batch_delta | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overtake_ms) -> _WhichOneofReturnType__max_overtake_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_priority_diff) -> _WhichOneofReturnType__max_priority_diff | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__raise_above) -> _WhichOneofReturnType__raise_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__raise_twice_above) -> _WhichOneofReturnType__raise_twice_above | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__realtime_delta) -> _WhichOneofReturnType__realtime_delta | None: ...
 
@@ -849,24 +999,40 @@ class MemoryPolicy(_message.Message):
 
     PRESSURE_THRESHOLD_FIELD_NUMBER: _builtins.int
     RESERVE_HIGH_PRIORITY_FIELD_NUMBER: _builtins.int
+    FORECAST_S_FIELD_NUMBER: _builtins.int
+    FORECAST_ABOVE_FIELD_NUMBER: _builtins.int
     pressure_threshold: _builtins.float
     """Above this use no cold request is admitted. Schema 28."""
     reserve_high_priority: _builtins.float
     """What admission keeps free for the protected. Schema 29."""
+    forecast_s: _builtins.int
+    """How far ahead the use of the KV cache is foretold. In seconds. Schema 67."""
+    forecast_above: _builtins.float
+    """Foretold use that calls for another worker early. In of the KV cache. Schema 68."""
     def __init__(
         self,
         *,
         pressure_threshold: _builtins.float | None = ...,
         reserve_high_priority: _builtins.float | None = ...,
+        forecast_s: _builtins.int | None = ...,
+        forecast_above: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forecast_above", b"_forecast_above", "_forecast_s", b"_forecast_s", "_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "forecast_above", b"forecast_above", "forecast_s", b"forecast_s", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forecast_above", b"_forecast_above", "_forecast_s", b"_forecast_s", "_pressure_threshold", b"_pressure_threshold", "_reserve_high_priority", b"_reserve_high_priority", "forecast_above", b"forecast_above", "forecast_s", b"forecast_s", "pressure_threshold", b"pressure_threshold", "reserve_high_priority", b"reserve_high_priority"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__forecast_above: _TypeAlias = _typing.Literal["forecast_above"]  # noqa: Y015
+    _WhichOneofArgType__forecast_above: _TypeAlias = _typing.Literal["_forecast_above", b"_forecast_above"]  # noqa: Y015
+    _WhichOneofReturnType__forecast_s: _TypeAlias = _typing.Literal["forecast_s"]  # noqa: Y015
+    _WhichOneofArgType__forecast_s: _TypeAlias = _typing.Literal["_forecast_s", b"_forecast_s"]  # noqa: Y015
     _WhichOneofReturnType__pressure_threshold: _TypeAlias = _typing.Literal["pressure_threshold"]  # noqa: Y015
     _WhichOneofArgType__pressure_threshold: _TypeAlias = _typing.Literal["_pressure_threshold", b"_pressure_threshold"]  # noqa: Y015
     _WhichOneofReturnType__reserve_high_priority: _TypeAlias = _typing.Literal["reserve_high_priority"]  # noqa: Y015
     _WhichOneofArgType__reserve_high_priority: _TypeAlias = _typing.Literal["_reserve_high_priority", b"_reserve_high_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forecast_above) -> _WhichOneofReturnType__forecast_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forecast_s) -> _WhichOneofReturnType__forecast_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_threshold) -> _WhichOneofReturnType__pressure_threshold | None: ...
     @_typing.overload
@@ -881,20 +1047,53 @@ class ClustersPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPREAD_LIMIT_FIELD_NUMBER: _builtins.int
+    SHORT_TO_FIELD_NUMBER: _builtins.int
+    STANDARD_TO_FIELD_NUMBER: _builtins.int
+    MEDIUM_TO_FIELD_NUMBER: _builtins.int
+    LONG_TO_FIELD_NUMBER: _builtins.int
     spread_limit: _builtins.float
     """A fraction of the longest. Schema 30."""
+    short_to: _builtins.int
+    """The longest prompt of the class `short`. In tokens. Schema 75."""
+    standard_to: _builtins.int
+    """Of `standard`. In tokens. Schema 76."""
+    medium_to: _builtins.int
+    """Of `medium`. In tokens. Schema 77."""
+    long_to: _builtins.int
+    """Of `long`; a prompt above it is a `giant`. In tokens. Schema 78."""
     def __init__(
         self,
         *,
         spread_limit: _builtins.float | None = ...,
+        short_to: _builtins.int | None = ...,
+        standard_to: _builtins.int | None = ...,
+        medium_to: _builtins.int | None = ...,
+        long_to: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit", "spread_limit", b"spread_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_long_to", b"_long_to", "_medium_to", b"_medium_to", "_short_to", b"_short_to", "_spread_limit", b"_spread_limit", "_standard_to", b"_standard_to", "long_to", b"long_to", "medium_to", b"medium_to", "short_to", b"short_to", "spread_limit", b"spread_limit", "standard_to", b"standard_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit", "spread_limit", b"spread_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_to", b"_long_to", "_medium_to", b"_medium_to", "_short_to", b"_short_to", "_spread_limit", b"_spread_limit", "_standard_to", b"_standard_to", "long_to", b"long_to", "medium_to", b"medium_to", "short_to", b"short_to", "spread_limit", b"spread_limit", "standard_to", b"standard_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__long_to: _TypeAlias = _typing.Literal["long_to"]  # noqa: Y015
+    _WhichOneofArgType__long_to: _TypeAlias = _typing.Literal["_long_to", b"_long_to"]  # noqa: Y015
+    _WhichOneofReturnType__medium_to: _TypeAlias = _typing.Literal["medium_to"]  # noqa: Y015
+    _WhichOneofArgType__medium_to: _TypeAlias = _typing.Literal["_medium_to", b"_medium_to"]  # noqa: Y015
+    _WhichOneofReturnType__short_to: _TypeAlias = _typing.Literal["short_to"]  # noqa: Y015
+    _WhichOneofArgType__short_to: _TypeAlias = _typing.Literal["_short_to", b"_short_to"]  # noqa: Y015
     _WhichOneofReturnType__spread_limit: _TypeAlias = _typing.Literal["spread_limit"]  # noqa: Y015
     _WhichOneofArgType__spread_limit: _TypeAlias = _typing.Literal["_spread_limit", b"_spread_limit"]  # noqa: Y015
+    _WhichOneofReturnType__standard_to: _TypeAlias = _typing.Literal["standard_to"]  # noqa: Y015
+    _WhichOneofArgType__standard_to: _TypeAlias = _typing.Literal["_standard_to", b"_standard_to"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_to) -> _WhichOneofReturnType__long_to | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__medium_to) -> _WhichOneofReturnType__medium_to | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__short_to) -> _WhichOneofReturnType__short_to | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spread_limit) -> _WhichOneofReturnType__spread_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standard_to) -> _WhichOneofReturnType__standard_to | None: ...
 
 Global___ClustersPolicy: _TypeAlias = ClustersPolicy  # noqa: Y015
 
@@ -921,6 +1120,470 @@ class SchedulerPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
 
 Global___SchedulerPolicy: _TypeAlias = SchedulerPolicy  # noqa: Y015
+
+@_typing.final
+class ObjectivesPolicy(_message.Message):
+    """What service is promised."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_P99_MS_FIELD_NUMBER: _builtins.int
+    ITL_P99_MS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_S_FIELD_NUMBER: _builtins.int
+    ttft_p99_ms: _builtins.int
+    """P99 of a REALTIME request's time to its first token. In milliseconds. Schema 47."""
+    itl_p99_ms: _builtins.int
+    """P99 of the gaps between a REALTIME request's tokens. In milliseconds. Schema 48."""
+    max_queue_s: _builtins.int
+    """A BATCH request waits so long at most before its first step. In seconds. Schema 49."""
+    def __init__(
+        self,
+        *,
+        ttft_p99_ms: _builtins.int | None = ...,
+        itl_p99_ms: _builtins.int | None = ...,
+        max_queue_s: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p99_ms", b"_itl_p99_ms", "_max_queue_s", b"_max_queue_s", "_ttft_p99_ms", b"_ttft_p99_ms", "itl_p99_ms", b"itl_p99_ms", "max_queue_s", b"max_queue_s", "ttft_p99_ms", b"ttft_p99_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p99_ms", b"_itl_p99_ms", "_max_queue_s", b"_max_queue_s", "_ttft_p99_ms", b"_ttft_p99_ms", "itl_p99_ms", b"itl_p99_ms", "max_queue_s", b"max_queue_s", "ttft_p99_ms", b"ttft_p99_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_p99_ms: _TypeAlias = _typing.Literal["itl_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__itl_p99_ms: _TypeAlias = _typing.Literal["_itl_p99_ms", b"_itl_p99_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_queue_s: _TypeAlias = _typing.Literal["max_queue_s"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_s: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p99_ms: _TypeAlias = _typing.Literal["ttft_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p99_ms: _TypeAlias = _typing.Literal["_ttft_p99_ms", b"_ttft_p99_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p99_ms) -> _WhichOneofReturnType__itl_p99_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_s) -> _WhichOneofReturnType__max_queue_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p99_ms) -> _WhichOneofReturnType__ttft_p99_ms | None: ...
+
+Global___ObjectivesPolicy: _TypeAlias = ObjectivesPolicy  # noqa: Y015
+
+@_typing.final
+class OverloadPolicy(_message.Message):
+    """When there is more than the mesh can do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ABOVE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    above: _builtins.float
+    """Mean utilisation at which cold BATCH requests are shed. In of what there is. Schema 60."""
+    samples: _builtins.int
+    """Utilisation is the mean of so many, one a tick. In samples. Schema 61."""
+    def __init__(
+        self,
+        *,
+        above: _builtins.float | None = ...,
+        samples: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_samples", b"_samples", "above", b"above", "samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_samples", b"_samples", "above", b"above", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__above: _TypeAlias = _typing.Literal["above"]  # noqa: Y015
+    _WhichOneofArgType__above: _TypeAlias = _typing.Literal["_above", b"_above"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__above) -> _WhichOneofReturnType__above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+
+Global___OverloadPolicy: _TypeAlias = OverloadPolicy  # noqa: Y015
+
+@_typing.final
+class DegradedPolicy(_message.Message):
+    """What is left out while memory and engines are in trouble."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ENTER_USE_FIELD_NUMBER: _builtins.int
+    ENTER_ERRORS_FIELD_NUMBER: _builtins.int
+    LEAVE_USE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    state: Global___DegradedState.ValueType
+    """As ever (normal), or no cold BATCH requests and capped outputs (degraded). Schema 62."""
+    enter_use: _builtins.float
+    """Use above which, with errors, the mesh is degraded. In of the KV cache. Schema 63."""
+    enter_errors: _builtins.float
+    """Engine faults above which, with that use, it is degraded. In of requests. Schema 64."""
+    leave_use: _builtins.float
+    """Use below which it is normal again. In of the KV cache. Schema 65."""
+    max_tokens: _builtins.int
+    """Output of any request at most while degraded. In tokens. Schema 66."""
+    def __init__(
+        self,
+        *,
+        state: Global___DegradedState.ValueType | None = ...,
+        enter_use: _builtins.float | None = ...,
+        enter_errors: _builtins.float | None = ...,
+        leave_use: _builtins.float | None = ...,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enter_errors", b"_enter_errors", "_enter_use", b"_enter_use", "_leave_use", b"_leave_use", "_max_tokens", b"_max_tokens", "_state", b"_state", "enter_errors", b"enter_errors", "enter_use", b"enter_use", "leave_use", b"leave_use", "max_tokens", b"max_tokens", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enter_errors", b"_enter_errors", "_enter_use", b"_enter_use", "_leave_use", b"_leave_use", "_max_tokens", b"_max_tokens", "_state", b"_state", "enter_errors", b"enter_errors", "enter_use", b"enter_use", "leave_use", b"leave_use", "max_tokens", b"max_tokens", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enter_errors: _TypeAlias = _typing.Literal["enter_errors"]  # noqa: Y015
+    _WhichOneofArgType__enter_errors: _TypeAlias = _typing.Literal["_enter_errors", b"_enter_errors"]  # noqa: Y015
+    _WhichOneofReturnType__enter_use: _TypeAlias = _typing.Literal["enter_use"]  # noqa: Y015
+    _WhichOneofArgType__enter_use: _TypeAlias = _typing.Literal["_enter_use", b"_enter_use"]  # noqa: Y015
+    _WhichOneofReturnType__leave_use: _TypeAlias = _typing.Literal["leave_use"]  # noqa: Y015
+    _WhichOneofArgType__leave_use: _TypeAlias = _typing.Literal["_leave_use", b"_leave_use"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__state: _TypeAlias = _typing.Literal["state"]  # noqa: Y015
+    _WhichOneofArgType__state: _TypeAlias = _typing.Literal["_state", b"_state"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enter_errors) -> _WhichOneofReturnType__enter_errors | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enter_use) -> _WhichOneofReturnType__enter_use | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leave_use) -> _WhichOneofReturnType__leave_use | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state) -> _WhichOneofReturnType__state | None: ...
+
+Global___DegradedPolicy: _TypeAlias = DegradedPolicy  # noqa: Y015
+
+@_typing.final
+class OomPolicy(_message.Message):
+    """What is done about an engine that ran out of memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECREASE_FIELD_NUMBER: _builtins.int
+    RELEASE_AFTER_S_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
+    decrease: _builtins.float
+    """What is left of the running set after one. In of batch.active. Schema 69."""
+    release_after_s: _builtins.int
+    """BATCH requests on that worker older than this are released. In seconds. Schema 70."""
+    hold_s: _builtins.int
+    """The smaller running set stays so long, then grows back. In seconds. Schema 71."""
+    def __init__(
+        self,
+        *,
+        decrease: _builtins.float | None = ...,
+        release_after_s: _builtins.int | None = ...,
+        hold_s: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decrease", b"_decrease", "_hold_s", b"_hold_s", "_release_after_s", b"_release_after_s", "decrease", b"decrease", "hold_s", b"hold_s", "release_after_s", b"release_after_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decrease", b"_decrease", "_hold_s", b"_hold_s", "_release_after_s", b"_release_after_s", "decrease", b"decrease", "hold_s", b"hold_s", "release_after_s", b"release_after_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decrease: _TypeAlias = _typing.Literal["decrease"]  # noqa: Y015
+    _WhichOneofArgType__decrease: _TypeAlias = _typing.Literal["_decrease", b"_decrease"]  # noqa: Y015
+    _WhichOneofReturnType__hold_s: _TypeAlias = _typing.Literal["hold_s"]  # noqa: Y015
+    _WhichOneofArgType__hold_s: _TypeAlias = _typing.Literal["_hold_s", b"_hold_s"]  # noqa: Y015
+    _WhichOneofReturnType__release_after_s: _TypeAlias = _typing.Literal["release_after_s"]  # noqa: Y015
+    _WhichOneofArgType__release_after_s: _TypeAlias = _typing.Literal["_release_after_s", b"_release_after_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decrease) -> _WhichOneofReturnType__decrease | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hold_s) -> _WhichOneofReturnType__hold_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__release_after_s) -> _WhichOneofReturnType__release_after_s | None: ...
+
+Global___OomPolicy: _TypeAlias = OomPolicy  # noqa: Y015
+
+@_typing.final
+class GiantsPolicy(_message.Message):
+    """When long prompts in the mix are kept apart for a while."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMES_MEDIAN_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    times_median: _builtins.float
+    """A prompt so much longer than the median is a giant. In times the median. Schema 72."""
+    share: _builtins.float
+    """Giants' part of the mix from which on they are isolated. In of prompt tokens. Schema 73."""
+    for_s: _builtins.int
+    """A rule that isolates them lives so long. In seconds. Schema 74."""
+    def __init__(
+        self,
+        *,
+        times_median: _builtins.float | None = ...,
+        share: _builtins.float | None = ...,
+        for_s: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_for_s", b"_for_s", "_share", b"_share", "_times_median", b"_times_median", "for_s", b"for_s", "share", b"share", "times_median", b"times_median"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_for_s", b"_for_s", "_share", b"_share", "_times_median", b"_times_median", "for_s", b"for_s", "share", b"share", "times_median", b"times_median"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__for_s: _TypeAlias = _typing.Literal["for_s"]  # noqa: Y015
+    _WhichOneofArgType__for_s: _TypeAlias = _typing.Literal["_for_s", b"_for_s"]  # noqa: Y015
+    _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
+    _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
+    _WhichOneofReturnType__times_median: _TypeAlias = _typing.Literal["times_median"]  # noqa: Y015
+    _WhichOneofArgType__times_median: _TypeAlias = _typing.Literal["_times_median", b"_times_median"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__for_s) -> _WhichOneofReturnType__for_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__times_median) -> _WhichOneofReturnType__times_median | None: ...
+
+Global___GiantsPolicy: _TypeAlias = GiantsPolicy  # noqa: Y015
+
+@_typing.final
+class ScalePolicy(_message.Message):
+    """How many workers a pool wants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    OUT_ABOVE_FIELD_NUMBER: _builtins.int
+    COLD_ABOVE_FIELD_NUMBER: _builtins.int
+    IN_BELOW_FIELD_NUMBER: _builtins.int
+    OUT_DWELL_S_FIELD_NUMBER: _builtins.int
+    IN_DWELL_S_FIELD_NUMBER: _builtins.int
+    min_workers: _builtins.int
+    """Of a pool at least. In workers. Schema 79."""
+    max_workers: _builtins.int
+    """Of a pool at most; 0 leaves every pool as it is. In workers. Schema 80."""
+    out_above: _builtins.int
+    """REALTIME requests waiting, per worker, that call for one more. In requests. Schema 81."""
+    cold_above: _builtins.int
+    """Cold BATCH requests waiting, per worker, at which gateways take no more of them where no worker can be added. In requests. Schema 82."""
+    in_below: _builtins.float
+    """Use below which, with nobody waiting, a pool gives a worker back. In of the running set. Schema 83."""
+    out_dwell_s: _builtins.int
+    """Between two changes of a pool's size, the second of them up. In seconds. Schema 84."""
+    in_dwell_s: _builtins.int
+    """Between two changes of a pool's size, the second of them down. In seconds. Schema 85."""
+    def __init__(
+        self,
+        *,
+        min_workers: _builtins.int | None = ...,
+        max_workers: _builtins.int | None = ...,
+        out_above: _builtins.int | None = ...,
+        cold_above: _builtins.int | None = ...,
+        in_below: _builtins.float | None = ...,
+        out_dwell_s: _builtins.int | None = ...,
+        in_dwell_s: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cold_above", b"_cold_above", "_in_below", b"_in_below", "_in_dwell_s", b"_in_dwell_s", "_max_workers", b"_max_workers", "_min_workers", b"_min_workers", "_out_above", b"_out_above", "_out_dwell_s", b"_out_dwell_s", "cold_above", b"cold_above", "in_below", b"in_below", "in_dwell_s", b"in_dwell_s", "max_workers", b"max_workers", "min_workers", b"min_workers", "out_above", b"out_above", "out_dwell_s", b"out_dwell_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cold_above", b"_cold_above", "_in_below", b"_in_below", "_in_dwell_s", b"_in_dwell_s", "_max_workers", b"_max_workers", "_min_workers", b"_min_workers", "_out_above", b"_out_above", "_out_dwell_s", b"_out_dwell_s", "cold_above", b"cold_above", "in_below", b"in_below", "in_dwell_s", b"in_dwell_s", "max_workers", b"max_workers", "min_workers", b"min_workers", "out_above", b"out_above", "out_dwell_s", b"out_dwell_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cold_above: _TypeAlias = _typing.Literal["cold_above"]  # noqa: Y015
+    _WhichOneofArgType__cold_above: _TypeAlias = _typing.Literal["_cold_above", b"_cold_above"]  # noqa: Y015
+    _WhichOneofReturnType__in_below: _TypeAlias = _typing.Literal["in_below"]  # noqa: Y015
+    _WhichOneofArgType__in_below: _TypeAlias = _typing.Literal["_in_below", b"_in_below"]  # noqa: Y015
+    _WhichOneofReturnType__in_dwell_s: _TypeAlias = _typing.Literal["in_dwell_s"]  # noqa: Y015
+    _WhichOneofArgType__in_dwell_s: _TypeAlias = _typing.Literal["_in_dwell_s", b"_in_dwell_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_workers: _TypeAlias = _typing.Literal["max_workers"]  # noqa: Y015
+    _WhichOneofArgType__max_workers: _TypeAlias = _typing.Literal["_max_workers", b"_max_workers"]  # noqa: Y015
+    _WhichOneofReturnType__min_workers: _TypeAlias = _typing.Literal["min_workers"]  # noqa: Y015
+    _WhichOneofArgType__min_workers: _TypeAlias = _typing.Literal["_min_workers", b"_min_workers"]  # noqa: Y015
+    _WhichOneofReturnType__out_above: _TypeAlias = _typing.Literal["out_above"]  # noqa: Y015
+    _WhichOneofArgType__out_above: _TypeAlias = _typing.Literal["_out_above", b"_out_above"]  # noqa: Y015
+    _WhichOneofReturnType__out_dwell_s: _TypeAlias = _typing.Literal["out_dwell_s"]  # noqa: Y015
+    _WhichOneofArgType__out_dwell_s: _TypeAlias = _typing.Literal["_out_dwell_s", b"_out_dwell_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cold_above) -> _WhichOneofReturnType__cold_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__in_below) -> _WhichOneofReturnType__in_below | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__in_dwell_s) -> _WhichOneofReturnType__in_dwell_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_workers) -> _WhichOneofReturnType__max_workers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_workers) -> _WhichOneofReturnType__min_workers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__out_above) -> _WhichOneofReturnType__out_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__out_dwell_s) -> _WhichOneofReturnType__out_dwell_s | None: ...
+
+Global___ScalePolicy: _TypeAlias = ScalePolicy  # noqa: Y015
+
+@_typing.final
+class HealPolicy(_message.Message):
+    """When a worker is restarted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAK_S_FIELD_NUMBER: _builtins.int
+    GROWTH_MB_PER_MIN_FIELD_NUMBER: _builtins.int
+    GROWTH_S_FIELD_NUMBER: _builtins.int
+    NO_PROGRESS_S_FIELD_NUMBER: _builtins.int
+    INVERSION_S_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    RESTARTS_PER_H_FIELD_NUMBER: _builtins.int
+    leak_s: _builtins.int
+    """KV blocks held so long by an idle worker are a leak. In seconds. Schema 86."""
+    growth_mb_per_min: _builtins.int
+    """Memory that grows faster, beside no more work, is a leak. In MB a minute. Schema 87."""
+    growth_s: _builtins.int
+    """And for so long. In seconds. Schema 88."""
+    no_progress_s: _builtins.int
+    """A worker hung for so long is restarted. In seconds. Schema 89."""
+    inversion_s: _builtins.int
+    """REALTIME waiting longer than BATCH for so long is an inversion. In seconds. Schema 90."""
+    grace_s: _builtins.int
+    """What a worker that is to be restarted gets to finish. In seconds. Schema 91."""
+    restarts_per_h: _builtins.int
+    """Of one worker within an hour at most; 0 restarts none. In restarts. Schema 92."""
+    def __init__(
+        self,
+        *,
+        leak_s: _builtins.int | None = ...,
+        growth_mb_per_min: _builtins.int | None = ...,
+        growth_s: _builtins.int | None = ...,
+        no_progress_s: _builtins.int | None = ...,
+        inversion_s: _builtins.int | None = ...,
+        grace_s: _builtins.int | None = ...,
+        restarts_per_h: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_s: _TypeAlias = _typing.Literal["grace_s"]  # noqa: Y015
+    _WhichOneofArgType__grace_s: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s"]  # noqa: Y015
+    _WhichOneofReturnType__growth_mb_per_min: _TypeAlias = _typing.Literal["growth_mb_per_min"]  # noqa: Y015
+    _WhichOneofArgType__growth_mb_per_min: _TypeAlias = _typing.Literal["_growth_mb_per_min", b"_growth_mb_per_min"]  # noqa: Y015
+    _WhichOneofReturnType__growth_s: _TypeAlias = _typing.Literal["growth_s"]  # noqa: Y015
+    _WhichOneofArgType__growth_s: _TypeAlias = _typing.Literal["_growth_s", b"_growth_s"]  # noqa: Y015
+    _WhichOneofReturnType__inversion_s: _TypeAlias = _typing.Literal["inversion_s"]  # noqa: Y015
+    _WhichOneofArgType__inversion_s: _TypeAlias = _typing.Literal["_inversion_s", b"_inversion_s"]  # noqa: Y015
+    _WhichOneofReturnType__leak_s: _TypeAlias = _typing.Literal["leak_s"]  # noqa: Y015
+    _WhichOneofArgType__leak_s: _TypeAlias = _typing.Literal["_leak_s", b"_leak_s"]  # noqa: Y015
+    _WhichOneofReturnType__no_progress_s: _TypeAlias = _typing.Literal["no_progress_s"]  # noqa: Y015
+    _WhichOneofArgType__no_progress_s: _TypeAlias = _typing.Literal["_no_progress_s", b"_no_progress_s"]  # noqa: Y015
+    _WhichOneofReturnType__restarts_per_h: _TypeAlias = _typing.Literal["restarts_per_h"]  # noqa: Y015
+    _WhichOneofArgType__restarts_per_h: _TypeAlias = _typing.Literal["_restarts_per_h", b"_restarts_per_h"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_s) -> _WhichOneofReturnType__grace_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__growth_mb_per_min) -> _WhichOneofReturnType__growth_mb_per_min | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__growth_s) -> _WhichOneofReturnType__growth_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inversion_s) -> _WhichOneofReturnType__inversion_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leak_s) -> _WhichOneofReturnType__leak_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__no_progress_s) -> _WhichOneofReturnType__no_progress_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restarts_per_h) -> _WhichOneofReturnType__restarts_per_h | None: ...
+
+Global___HealPolicy: _TypeAlias = HealPolicy  # noqa: Y015
+
+@_typing.final
+class LoopsPolicy(_message.Message):
+    """Which controllers act."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OVERLOAD_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    OOM_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
+    CLUSTERS_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    HEAL_FIELD_NUMBER: _builtins.int
+    SAFE_BATCH_FIELD_NUMBER: _builtins.int
+    batch: Global___LoopMode.ValueType
+    """The batch controller acts (on), only says what it would do (advise), or sleeps (off). Schema 93."""
+    priority: Global___LoopMode.ValueType
+    """The priority controller acts (on), only says what it would do (advise), or sleeps (off). Schema 94."""
+    overload: Global___LoopMode.ValueType
+    """The overload controller acts (on), only says what it would do (advise), or sleeps (off). Schema 95."""
+    degraded: Global___LoopMode.ValueType
+    """The degraded controller acts (on), only says what it would do (advise), or sleeps (off). Schema 96."""
+    memory: Global___LoopMode.ValueType
+    """The memory controller acts (on), only says what it would do (advise), or sleeps (off). Schema 97."""
+    oom: Global___LoopMode.ValueType
+    """The oom controller acts (on), only says what it would do (advise), or sleeps (off). Schema 98."""
+    isolation: Global___LoopMode.ValueType
+    """The isolation controller acts (on), only says what it would do (advise), or sleeps (off). Schema 99."""
+    clusters: Global___LoopMode.ValueType
+    """The clusters controller acts (on), only says what it would do (advise), or sleeps (off). Schema 100."""
+    scale: Global___LoopMode.ValueType
+    """The scale controller acts (on), only says what it would do (advise), or sleeps (off). Schema 101."""
+    heal: Global___LoopMode.ValueType
+    """The heal controller acts (on), only says what it would do (advise), or sleeps (off). Schema 102."""
+    safe_batch: Global___LoopMode.ValueType
+    """The safe_batch controller acts (on), only says what it would do (advise), or sleeps (off). Schema 103."""
+    def __init__(
+        self,
+        *,
+        batch: Global___LoopMode.ValueType | None = ...,
+        priority: Global___LoopMode.ValueType | None = ...,
+        overload: Global___LoopMode.ValueType | None = ...,
+        degraded: Global___LoopMode.ValueType | None = ...,
+        memory: Global___LoopMode.ValueType | None = ...,
+        oom: Global___LoopMode.ValueType | None = ...,
+        isolation: Global___LoopMode.ValueType | None = ...,
+        clusters: Global___LoopMode.ValueType | None = ...,
+        scale: Global___LoopMode.ValueType | None = ...,
+        heal: Global___LoopMode.ValueType | None = ...,
+        safe_batch: Global___LoopMode.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
+    _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
+    _WhichOneofReturnType__clusters: _TypeAlias = _typing.Literal["clusters"]  # noqa: Y015
+    _WhichOneofArgType__clusters: _TypeAlias = _typing.Literal["_clusters", b"_clusters"]  # noqa: Y015
+    _WhichOneofReturnType__degraded: _TypeAlias = _typing.Literal["degraded"]  # noqa: Y015
+    _WhichOneofArgType__degraded: _TypeAlias = _typing.Literal["_degraded", b"_degraded"]  # noqa: Y015
+    _WhichOneofReturnType__heal: _TypeAlias = _typing.Literal["heal"]  # noqa: Y015
+    _WhichOneofArgType__heal: _TypeAlias = _typing.Literal["_heal", b"_heal"]  # noqa: Y015
+    _WhichOneofReturnType__isolation: _TypeAlias = _typing.Literal["isolation"]  # noqa: Y015
+    _WhichOneofArgType__isolation: _TypeAlias = _typing.Literal["_isolation", b"_isolation"]  # noqa: Y015
+    _WhichOneofReturnType__memory: _TypeAlias = _typing.Literal["memory"]  # noqa: Y015
+    _WhichOneofArgType__memory: _TypeAlias = _typing.Literal["_memory", b"_memory"]  # noqa: Y015
+    _WhichOneofReturnType__oom: _TypeAlias = _typing.Literal["oom"]  # noqa: Y015
+    _WhichOneofArgType__oom: _TypeAlias = _typing.Literal["_oom", b"_oom"]  # noqa: Y015
+    _WhichOneofReturnType__overload: _TypeAlias = _typing.Literal["overload"]  # noqa: Y015
+    _WhichOneofArgType__overload: _TypeAlias = _typing.Literal["_overload", b"_overload"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__safe_batch: _TypeAlias = _typing.Literal["safe_batch"]  # noqa: Y015
+    _WhichOneofArgType__safe_batch: _TypeAlias = _typing.Literal["_safe_batch", b"_safe_batch"]  # noqa: Y015
+    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
+    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch) -> _WhichOneofReturnType__batch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clusters) -> _WhichOneofReturnType__clusters | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__degraded) -> _WhichOneofReturnType__degraded | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__heal) -> _WhichOneofReturnType__heal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__isolation) -> _WhichOneofReturnType__isolation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory) -> _WhichOneofReturnType__memory | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oom) -> _WhichOneofReturnType__oom | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overload) -> _WhichOneofReturnType__overload | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__safe_batch) -> _WhichOneofReturnType__safe_batch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
+
+Global___LoopsPolicy: _TypeAlias = LoopsPolicy  # noqa: Y015
 
 @_typing.final
 class Scope(_message.Message):

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.engines.death import Death
 from trimtab.messages import ChatMessage, Load, Sampling, TokenLogprobs, Workload
 from trimtab.policy import Policy
 from trimtab.progress import Pulse
@@ -92,6 +93,14 @@ class Engine(Protocol):
     @property
     def limits(self) -> Limits: ...
     @property
+    def kv_bytes_per_token(self) -> float:
+        """Memory that the KV of one token takes, of all layers together; 0.0 where that can't be told."""
+
+    @property
+    def own_blocks(self) -> int:
+        """KV blocks that are neither free nor any request's: the engine keeps them for itself."""
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -135,6 +144,9 @@ class Engine(Protocol):
     @property
     def dead(self) -> bool:
         """True once the engine is gone for good."""
+
+    def death(self) -> Death:
+        """Why it is gone, as far as anybody knows; asked once it is dead."""
 
     async def stop(self) -> None:
         """End the engine and every process of it."""

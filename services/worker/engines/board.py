@@ -21,6 +21,10 @@ from trimtab.scheduling import STATS
 _ROW = struct.Struct("<QddQIIQIIQQQd")
 _STATS = struct.Struct(f"<{len(STATS)}d")
 _STATS_AT = 1024
+_WORDS = struct.Struct("<H")
+_WORDS_AT = 2048
+MAX_WORDS = 1024
+"""Bytes of the last words."""
 _SEQ = struct.Struct("<Q")
 SIZE = 4096
 READ_TRIES = 100
@@ -88,6 +92,18 @@ class Board:
 
     def read_stats(self) -> dict[str, float]:
         return dict(zip(STATS, _STATS.unpack_from(self._map, _STATS_AT), strict=True))
+
+    def write_words(self, words: str) -> None:
+        """What the engine process says as it dies."""
+        raw = words.encode("utf-8", "replace")[:MAX_WORDS]
+        self._map[_WORDS_AT + _WORDS.size : _WORDS_AT + _WORDS.size + len(raw)] = raw
+        _WORDS.pack_into(self._map, _WORDS_AT, len(raw))
+
+    def read_words(self) -> str:
+        """Empty while it has said nothing."""
+        (length,) = _WORDS.unpack_from(self._map, _WORDS_AT)
+        start = _WORDS_AT + _WORDS.size
+        return self._map[start : start + min(length, MAX_WORDS)].decode("utf-8", "replace")
 
     def read(self) -> Row:
         """The newest whole row. A writer that was stopped or killed in the middle of one leaves the row before it."""

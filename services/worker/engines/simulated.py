@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.engines import Applied, Job, Output, Stamps
+from services.worker.engines.death import Death, death_of, described
 from services.worker.engines.tokenizers import ByteTokenizer
 from trimtab.engine import Costs, EngineValue
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
@@ -25,6 +26,9 @@ from trimtab.snapshot import Document, Limits, Node, resolve
 WORDS = "the trim tab turns the rudder, and the rudder turns the ship — 小さな舵 🚢 "
 NATURAL_LENGTH = 48
 """Output tokens after which a request without `ignore_eos` ends by itself, at least; a share of the prompt's digest is added."""
+
+KV_BYTES_PER_TOKEN = 70_272.0
+"""Of DeepSeek-V3 in 16 bits: 61 layers, each with 576 numbers a token."""
 
 
 @dataclass(slots=True)
@@ -49,11 +53,15 @@ class SimulatedEngine:
         max_model_len: int,
         step_ms: float,
         token_us: float,
+        kv_blocks: int | None = None,
     ) -> None:
+        """`kv_blocks` of 16 tokens; None gives four times what one request takes at most, and 4,096 at least."""
         self.model = model
+        self.kv_bytes_per_token = KV_BYTES_PER_TOKEN
+        self.own_blocks = 0
         self.tokenizer = ByteTokenizer()
         self.eos_token_ids = frozenset({ByteTokenizer.EOS})
-        blocks = max(4096, 4 * max_model_len // 16)
+        blocks = kv_blocks or max(4096, 4 * max_model_len // 16)
         self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, 16, blocks, "simulated")
         resolved = resolve(Document(), Node(model, limits=self.limits), now_unix_ms=0)
         self._value = EngineValue(Costs(step_ms, token_us), 16, blocks, Rules.of(resolved.policy, self.limits))
@@ -142,7 +150,20 @@ class SimulatedEngine:
     def dead(self) -> bool:
         return self._task is not None and self._task.done()
 
+    def death(self) -> Death:
+        if self._task is None or self._task.cancelled() or (error := self._task.exception()) is None:
+            return Death("the simulated engine stopped")
+        return death_of(described(error), killed=False)
+
     async def _run(self) -> None:
+        try:
+            await self._run_steps()
+        finally:
+            # Whoever waits for a token is told that none will come.
+            for live in self._live.values():
+                live.inbox.put_nowait(None)
+
+    async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -160,12 +181,16 @@ class SimulatedEngine:
                 if live := self._live.get(request_id):
                     live.preemptions += 1
             due = max(due + result.cost_ms / 1000.0, loop.time())
-            await asyncio.sleep(due - loop.time())
+            await self._pass(due - loop.time())
             self._pulse = Pulse(self._value.steps, begun, result.cost_ms)
             ended = time.monotonic()
             for emission in result.emissions:
                 if live := self._live.get(emission.request_id):
                     live.inbox.put_nowait(self._output(live, emission.index, emission.last, ended))
+
+    async def _pass(self, seconds: float) -> None:
+        """The step's time."""
+        await asyncio.sleep(seconds)
 
     def _output(self, live: _Live, index: int, last: bool, now: float) -> Output:
         data = WORDS.encode()

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.worker.engines import Applied, Job, Output, Stamps
 from services.worker.engines import board as boards
+from services.worker.engines.death import Death, death_of
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
@@ -32,6 +34,8 @@ TESTED_VERSIONS = ("0.32.",)
 
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+OWN_BLOCKS = 1
+"""vLLM's block pool keeps one, which stands for no block."""
 STOP_S = 2.0
 """What vLLM's processes get to end by themselves. They hold nothing worth saving, and its own patience adds up to 8 s of waiting."""
 
@@ -98,6 +102,10 @@ class VllmEngine:
         self._board_path = boards.create()
         self._board = boards.Board(self._board_path)
         self._llm: Any = None
+        self._processes: list[Any] = []
+        """The engine's, kept here because vLLM forgets them as it notices that one is gone."""
+        self.kv_bytes_per_token = 0.0
+        self.own_blocks = OWN_BLOCKS
         self._defaults: dict[str, Any] = {}
         self.tokenizer: HfTokenizer
 
@@ -137,7 +145,9 @@ class VllmEngine:
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[Quiet])
         except (RuntimeError, ValueError, OSError, MemoryError) as e:
             raise EngineDead(f"vLLM could not start with model {self._path}: {e}") from e
+        self._processes = list(self._llm.engine_core.resources.engine_manager.processes)
         facts = await self._llm.engine_core.call_utility_async("trimtab_facts")
+        self.kv_bytes_per_token = facts["kv_bytes_per_token"]
         config = self._llm.model_config
         self.limits = Limits(
             max_num_seqs=facts["max_num_seqs"],
@@ -297,6 +307,11 @@ class VllmEngine:
     @property
     def dead(self) -> bool:
         return self._llm is not None and bool(self._llm.errored)
+
+    def death(self) -> Death:
+        # Asked before `stop`, which ends processes itself.
+        killed = any(p.exitcode == -signal.SIGKILL for p in self._processes)
+        return death_of(self._board.read_words(), killed=killed)
 
     async def stop(self) -> None:
         if self._llm is not None:

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 BOARD_KEY = "trimtab_board"
@@ -33,8 +36,8 @@ def register() -> None:
 
 
 def install() -> None:
-    """Graft the calls; safe to repeat."""
-    from vllm.v1.engine.core import EngineCore
+    """Graft the calls, and last words; safe to repeat."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     def trimtab_apply(self: Any, fields: dict[str, Any]) -> dict[str, int]:
         answer: dict[str, int] = self.scheduler.trimtab_apply(fields)
@@ -49,3 +52,28 @@ def install() -> None:
 
     for call in (trimtab_apply, trimtab_steer, trimtab_facts):
         setattr(EngineCore, call.__name__, call)
+    _leave_last_words(EngineCoreProc)
+
+
+def _leave_last_words(core: Any) -> None:
+    """vLLM tells its front process that the engine is dead, and not of what. It says so where it handles the error that ended it."""
+    tell = core._send_engine_dead
+    if hasattr(tell, "trimtab"):
+        return
+
+    # Now, as at death there may be no memory left to import or to map anything.
+    from services.worker.engines.board import Board
+    from services.worker.engines.death import described
+
+    def send_engine_dead(self: Any) -> None:
+        error = sys.exc_info()[1]
+        # Whatever is broken here, the front process must hear of the death.
+        with contextlib.suppress(Exception):
+            if error is not None:
+                board = getattr(getattr(self, "scheduler", None), "_board", None)
+                path = Path(self.vllm_config.additional_config[BOARD_KEY])
+                (board or Board(path)).write_words(described(error))
+        tell(self)
+
+    send_engine_dead.trimtab = True  # type: ignore[attr-defined]
+    core._send_engine_dead = send_engine_dead

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.worker.engines import vllm_plugin
 from services.worker.engines.board import Board, Row
+from services.worker.engines.vllm_memory import kv_bytes_per_token
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY
 from services.worker.engines.vllm_queue import PlannedQueue
 from trimtab.messages import Workload
@@ -31,6 +32,8 @@ from trimtab.snapshot import Document, Limits, Node, resolve
 
 STATS_EVERY = 16
 """Steps from one writing of the statistics to the next; an engine that comes to rest writes them in any case."""
+STATS_S = 0.2
+"""Seconds after which they are written too: where steps are long, so many of them are too many for a report."""
 _NEW_TOKENS = attrgetter("new_token_ids")
 
 
@@ -70,6 +73,7 @@ class TrimtabScheduler:
         # Under async scheduling a step is scheduled while the one before it runs: each begins when that one ends.
         self._in_flight: deque[float] = deque()
         self._last_end = 0.0
+        self._stats_at = 0.0
         self._use(policy)
         self._announce()
 
@@ -90,6 +94,7 @@ class TrimtabScheduler:
         return {
             "block_size": self.block_size,
             "total_blocks": self.kv_cache_config.num_blocks,
+            "kv_bytes_per_token": kv_bytes_per_token(self.kv_cache_config),
             "max_num_seqs": self.max_num_running_reqs,
             "max_step_tokens": self.scheduler_config.max_num_batched_tokens,
             "active": self.max_num_active_reqs,
@@ -212,8 +217,8 @@ class TrimtabScheduler:
         row.computed_tokens += tokens
         row.output_tokens += sum(sum(map(len, map(_NEW_TOKENS, each.outputs))) for each in outputs.values())
         row.ended = 0 if self._in_flight else 1
-        if row.step_no % STATS_EVERY == 0 or not self.running:
-            self._board.write_stats(self._planner.stats())
+        if row.step_no % STATS_EVERY == 0 or not self.running or now - self._stats_at >= STATS_S:
+            self._write_stats(now)
         self._announce()
         row.hook_us += (time.monotonic() - now) * 1e6
         return outputs
@@ -259,6 +264,8 @@ class TrimtabScheduler:
         finished = super().finish_requests(ids, finished_status)  # type: ignore[misc]
         # Between steps no step announces that an aborted request is gone.
         self._announce()
+        if not self.running:
+            self._write_stats(time.monotonic())
         return finished
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,6 +285,10 @@ class TrimtabScheduler:
             self._planner.counters.memory_preemptions += 1
         self._planner.preempted(request.request_id, goal=request.num_tokens)
         return answer
+
+    def _write_stats(self, now: float) -> None:
+        self._stats_at = now
+        self._board.write_stats(self._planner.stats())
 
     def _announce(self) -> None:
         row, planner = self._row, self._planner

@@ -1,0 +1,134 @@
+"""What controllers command, done by the doors that people use: each is one line in the log and an action that `trimtab why` tells.
+
+What pools want is kept in the store as a mark, so that the next leader goes on from it, and whoever scales can ask any replica.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+
+from controlplane.admin.workers import Workers
+from controlplane.controllers.decision import Command, Release, Reload, Restart, Want
+from controlplane.replica import unix_ms
+from controlplane.store import Action, Mark, PolicyStore
+from trimtab.codec import encode_match
+from trimtab.errors import StoreUnavailable, TrimtabError
+from trimtab.v1 import admin_pb2
+
+log = structlog.get_logger(__name__)
+
+Steer = Callable[[admin_pb2.SteerRequestsRequest], Awaitable[admin_pb2.SteerRequestsResponse]]
+PREFIX = "want/"
+
+
+class Actuators:
+    """Belongs to one event loop. `steer` acts on requests, as AdminService.SteerRequests does."""
+
+    def __init__(self, workers: Workers, steer: Steer, store: PolicyStore) -> None:
+        self.wants: dict[str, Want] = {}
+        self._workers = workers
+        self._steer = steer
+        self._store = store
+        self._unsaved: set[str] = set()
+
+    async def recall(self) -> None:
+        """What was wanted under the leader before; StoreUnavailable when nobody can say."""
+        for mark in await self._store.marks():
+            want = _decoded(mark)
+            if want is not None:
+                self.wants[want.pool] = want
+
+    async def want(self, want: Want) -> bool:
+        """So many workers from now on. False when that was wanted already."""
+        before = self.wants.get(want.pool)
+        changed = before is None or (before.workers, before.surplus) != (want.workers, want.surplus)
+        if changed:
+            self.wants[want.pool] = want
+            self._unsaved.add(want.pool)
+            log.info("workers wanted", pool=want.pool, workers=want.workers, reason=want.reason, evidence=want.evidence)
+        for pool in list(self._unsaved):
+            # One that the store did not take is offered again with the next tick; it holds all the same.
+            try:
+                await self._store.mark(_encoded(self.wants[pool]))
+            except StoreUnavailable as e:
+                log.warning("what a pool wants is not stored", pool=pool, because=e.message)
+                break
+            self._unsaved.discard(pool)
+        return changed and (before is None or before.workers != want.workers)
+
+    async def do(self, author: str, command: Command) -> str:
+        """Once; why it was not done, or nothing."""
+        try:
+            match command:
+                case Restart():
+                    return await self._restart(author, command)
+                case Release():
+                    return await self._release(author, command)
+                case Reload():
+                    done = await self._workers.reload(
+                        admin_pb2.ReloadNodeRequest(node_id=command.node_id, author=author, reason=command.reason)
+                    )
+                    return _unless(done.done, done)
+        except TrimtabError as e:
+            return e.message
+
+    async def _restart(self, author: str, command: Restart) -> str:
+        if not self._workers.runs(command.node_id, command.incarnation):
+            return "that process is gone already"
+        request = admin_pb2.DrainNodeRequest(
+            node_id=command.node_id,
+            deadline_ms=int(command.drain_s * 1000),
+            author=author,
+            reason=command.reason,
+            restart=True,
+        )
+        response = await self._workers.drain(request)
+        return _unless(response.done, response)
+
+    async def _release(self, author: str, command: Release) -> str:
+        request = admin_pb2.SteerRequestsRequest(
+            match=encode_match(command.match),
+            release=admin_pb2.ReleaseAction(),
+            author=author,
+            reason=command.reason,
+            node_ids=[command.node_id],
+        )
+        response = await self._steer(request)
+        (found,) = response.nodes or (admin_pb2.NodeSteered(reason="NOT_CONNECTED", message="it is not there"),)
+        if found.done:
+            try:
+                what = f"released {found.affected} requests"
+                await self._store.record_action(Action(command.node_id, what, author, command.reason, unix_ms()))
+            except StoreUnavailable as e:
+                log.warning("action not recorded", node=command.node_id, because=e.message)
+        return _unless(found.done, found)
+
+
+def _unless(done: bool, answer: Any) -> str:
+    return "" if done else f"{answer.reason}: {answer.message}"
+
+
+def _encoded(want: Want) -> Mark:
+    said = {
+        "kind": "want", "pool": want.pool, "workers": want.workers, "reason": want.reason, "evidence": want.evidence,
+        "surplus": list(want.surplus),
+    }  # fmt: skip
+    return Mark(PREFIX + want.pool, unix_ms(), json.dumps(said, ensure_ascii=False).encode())
+
+
+def _decoded(mark: Mark) -> Want | None:
+    """None for what is something else, or of a build that says it otherwise."""
+    if not mark.key.startswith(PREFIX):
+        return None
+    try:
+        said = json.loads(mark.data)
+        return Want(
+            str(said["pool"]), int(said["workers"]), str(said["reason"]), str(said["evidence"]),
+            tuple(map(str, said["surplus"])),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError):
+        return None

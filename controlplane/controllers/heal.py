@@ -1,0 +1,245 @@
+"""Workers that need a restart, or their policy told again; and those that refuse it.
+
+Restarted is one whose KV blocks are held while it is idle (a leak of blocks), whose memory grows beside no more work (`growth`), or that is
+hung for long: the latter at once, the others after a drain, one at a time in a pool and never the last that serves while others start. An
+incarnation is told once, and a node a few times an hour; then people are told instead. Where REALTIME waits longer than BATCH, the node is
+sent its policy anew, once for as long as that lasts.
+
+What the signals miss: a leak on a worker that is never idle shows only once it fills the cache; one block may be the engine's own (vLLM
+holds a null block), so a leak of that size is none; a step that is long and moves nothing for a while looks hung only by the engine's own
+prediction; mean waits hide one request that waits for ever; and a new leader knows of no restarts before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from controlplane.controllers.decision import Alert, Command, Decision, PolicyOf, Reload, Restart, Severity
+from controlplane.controllers.growth import Growth, begun
+from controlplane.controllers.inversion import inverted
+from controlplane.seen import NodeSeen, Seen
+from trimtab.measures import HUNG_S
+from trimtab.messages import NodeState
+from trimtab.snapshot import Adjustment, Node
+
+name = "heal"
+HOUR_S = 3600.0
+OWN_BLOCKS = 1
+"""vLLM keeps one for itself."""
+REFUSED_S = 10.0
+RETURN_S = 600.0
+"""A worker that was told to restart is back by then, beside what it was given to drain."""
+LOOKS = 100
+"""Workers whose memory is looked at in one tick, or a tenth of all."""
+NAMED = 5
+"""Nodes that an alert names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A restart that was commanded. `by` is when it should be back."""
+
+    incarnation: str
+    pool: str
+    by: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All by node id. `hung` has the process and since when; `looked` the newest window; `inverted` the figures while an inversion lasts."""
+
+    hung: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    refused: Mapping[str, float] = field(default_factory=dict)
+    looked: Mapping[str, int] = field(default_factory=dict)
+    inverted: Mapping[str, str] = field(default_factory=dict)
+    growths: Mapping[str, Growth] = field(default_factory=dict)
+    told: Mapping[str, Told] = field(default_factory=dict)
+    restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why a worker is to be restarted. A hung one is `urgent`."""
+
+    node: NodeSeen
+    reason: str
+    evidence: str
+    urgent: bool = False
+
+
+def start(live: Iterable[Adjustment]) -> State:
+    """It holds no adjustments."""
+    return State()
+
+
+def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
+    workers = list(seen.workers())
+    fresh = [n for n in workers if n.fresh(now)]
+    hung = _hung(state, workers, now)
+    growths = _grown(state, seen, fresh, policy, now)
+    findings = [f for n in fresh if (f := _finding(n, hung, growths, policy, now)) is not None]
+    told = {k: t for k, t in state.told.items() if not _back(t, seen.nodes.get(k))}
+    restarts = _of_last_hour(state.restarts, now)
+    commands, alerts = _restarted(findings, workers, told, restarts, policy, now)
+    reloads, looked, inversions = _inversions(state, workers, policy, now)
+    refused = {n.node_id: state.refused.get(n.node_id, now) for n in workers if n.refused}
+    alerts += _late(told, now)
+    alerts += [
+        Alert(f"inversion/{k}", Severity.WARNING, f"REALTIME waits longer than BATCH at {k}", figures)
+        for k, figures in inversions.items()
+    ]
+    alerts += _refusals(refused, seen, now)
+    silent = len(workers) - len(fresh)
+    holds = (f"{silent} workers say nothing now: they are left as they are",) if silent else ()
+    state = State(hung, refused, looked, inversions, growths, told, restarts)
+    return Decision(state, commands=(*commands, *reloads), alerts=tuple(alerts), holds=holds)
+
+
+# ---- what is found
+
+
+def _hung(state: State, workers: Iterable[NodeSeen], now: float) -> dict[str, tuple[str, float]]:
+    found = {}
+    for n in workers:
+        if n.state is NodeState.HUNG:
+            before = state.hung.get(n.node_id)
+            found[n.node_id] = before if before is not None and before[0] == n.incarnation else (n.incarnation, now)
+    return found
+
+
+def _grown(state: State, seen: Seen, fresh: Sequence[NodeSeen], policy: PolicyOf, now: float) -> dict[str, Growth]:
+    """With new points of those that are due, a part of them a tick, so that not all of a large mesh are due at once ever after."""
+    growths = {k: g for k, g in state.growths.items() if k in seen.nodes}
+    spans: dict[str, int] = {}
+    room = max(LOOKS, len(fresh) // 10)
+    for n in fresh:
+        pool = n.node.pool
+        if pool not in spans:
+            spans[pool] = policy(Node("", pool)).heal.growth_s
+        growth = growths[n.node_id] = begun(n, growths.get(n.node_id))
+        if room and growth.due(now, spans[pool]):
+            room -= 1
+            growths[n.node_id] = growth.noted(n, now, spans[pool])
+    return growths
+
+
+def _finding(
+    n: NodeSeen, hung: Mapping[str, tuple[str, float]], growths: Mapping[str, Growth], policy: PolicyOf, now: float
+) -> Finding | None:
+    if n.state is NodeState.HUNG:
+        hung_s = max(now - hung[n.node_id][1], n.gauges.get(HUNG_S, 0.0))
+        limit = policy(n.node).heal.no_progress_s
+        if hung_s < limit:
+            return None
+        return Finding(n, "it makes no progress", f"hung for {hung_s:.0f} s (limit {limit} s)", urgent=True)
+    if n.state is not NodeState.SERVING:
+        return None
+    held = n.load.total_blocks - n.load.free_blocks - OWN_BLOCKS
+    if n.idle_since is not None and held > 0:
+        limit, idle_s = policy(n.node).heal.leak_s, now - n.idle_since
+        if idle_s >= limit:
+            figures = f"{held} of {n.load.total_blocks} KV blocks held, idle for {idle_s:.0f} s (limit {limit} s)"
+            return Finding(n, "it leaks KV blocks", figures)
+    growth = growths[n.node_id].per_min
+    if growth is not None and growth > 0.0:
+        rule = policy(n.node).heal
+        if growth > rule.growth_mb_per_min:
+            figures = f"{growth:.0f} MB a minute or more for {rule.growth_s} s (limit {rule.growth_mb_per_min}), beside no more work"
+            return Finding(n, "its memory grows", figures)
+    return None
+
+
+def _inversions(
+    state: State, workers: Iterable[NodeSeen], policy: PolicyOf, now: float
+) -> tuple[list[Reload], dict[str, int], dict[str, str]]:
+    """Looks at each closed window once."""
+    reloads, looked, lasting = [], {}, {}
+    for n in workers:
+        newest = n.windows[-1].number if n.windows else 0
+        looked[n.node_id] = newest
+        before = state.inverted.get(n.node_id)
+        if newest == state.looked.get(n.node_id) or not n.fresh(now):
+            if before is not None:
+                lasting[n.node_id] = before
+            continue
+        figures = inverted(n, policy)
+        if figures:
+            lasting[n.node_id] = before or figures
+            if before is None:
+                reason = "REALTIME waits longer than BATCH: the policy is told again"
+                reloads.append(Reload(n.node_id, reason, figures))
+    return reloads, looked, lasting
+
+
+# ---- what is done
+
+
+def _back(told: Told, n: NodeSeen | None) -> bool:
+    """Whether the node runs as another process, or nobody remembers it."""
+    if n is None:
+        return True
+    return n.incarnation != told.incarnation and n.connected and n.state is NodeState.SERVING
+
+
+def _of_last_hour(restarts: Mapping[str, tuple[float, ...]], now: float) -> dict[str, tuple[float, ...]]:
+    found = {k: tuple(at for at in times if now - at < HOUR_S) for k, times in restarts.items()}
+    return {k: times for k, times in found.items() if times}
+
+
+def _restarted(
+    findings: Iterable[Finding],
+    workers: Iterable[NodeSeen],
+    told: dict[str, Told],
+    restarts: dict[str, tuple[float, ...]],
+    policy: PolicyOf,
+    now: float,
+) -> tuple[list[Command], list[Alert]]:
+    """Commands, which `told` and `restarts` have afterwards too, and alerts where there are to be no more of them."""
+    commands: list[Command] = []
+    alerts: list[Alert] = []
+    for f in sorted(findings, key=lambda f: not f.urgent):
+        node_id, rule = f.node.node_id, policy(f.node.node).heal
+        before = told.get(node_id)
+        if before is not None and before.incarnation == f.node.incarnation:
+            continue
+        if len(restarts.get(node_id, ())) >= rule.restarts_per_h:
+            text = f"{node_id}: {f.reason}, and it is not restarted more than {rule.restarts_per_h} times an hour"
+            alerts.append(Alert(f"heal/{node_id}", Severity.CRITICAL, text, f.evidence))
+            continue
+        if not f.urgent and not _may_go(f.node, workers, told, now):
+            continue
+        drain_s = 0.0 if f.urgent else float(rule.grace_s)
+        commands.append(Restart(node_id, f.node.incarnation, drain_s, f.reason, f.evidence))
+        told[node_id] = Told(f.node.incarnation, f.node.node.pool, now + drain_s + RETURN_S)
+        restarts[node_id] = (*restarts.get(node_id, ()), now)
+    return commands, alerts
+
+
+def _may_go(n: NodeSeen, workers: Iterable[NodeSeen], told: Mapping[str, Told], now: float) -> bool:
+    """Nobody else of its pool is on the way, and it is not the last that serves while others start."""
+    pool = n.node.pool
+    if any(t.pool == pool and now < t.by for t in told.values()):
+        return False
+    others = [w.state for w in workers if w.node.pool == pool and w.node_id != n.node_id]
+    return NodeState.SERVING in others or NodeState.STARTING not in others
+
+
+def _late(told: Mapping[str, Told], now: float) -> list[Alert]:
+    text = "{} was told to restart and is not back"
+    return [Alert(f"heal/{k}", Severity.WARNING, text.format(k)) for k, t in sorted(told.items()) if now >= t.by]
+
+
+def _refusals(refused: Mapping[str, float], seen: Seen, now: float) -> list[Alert]:
+    """One alert for each pool: a bad policy is refused by all of it."""
+    pools: dict[str, list[NodeSeen]] = {}
+    for node_id, since in sorted(refused.items()):
+        if now - since > REFUSED_S:
+            n = seen.nodes[node_id]
+            pools.setdefault(n.node.pool, []).append(n)
+    alerts = []
+    for pool, nodes in pools.items():
+        names = ", ".join(n.node_id for n in nodes[:NAMED]) + (", …" if len(nodes) > NAMED else "")
+        text = f"{len(nodes)} workers of pool {pool} refuse the newest policy: {names}"
+        alerts.append(Alert(f"refused/{pool}", Severity.WARNING, text, nodes[0].refused))
+    return alerts
