@@ -43,7 +43,8 @@ class Standing:
 
     attempts: int = 0
     fruitless: int = 0
-    strikes: int = 0
+    victims: tuple[str, ...] = ()
+    """Workers that died of it, as far as anybody can tell, with no token between."""
     accepted: bool = False
     delivered: int = 0
     resumable: bool = False
@@ -78,16 +79,21 @@ def blamed(*, started: bool, gained: bool, begun_there: int, running_there: int)
     return running_there if not begun_there and running_there <= FEW else 0
 
 
-def ended(standing: Standing, cause: Cause, *, gained: int, suspects: int, attempts: int) -> tuple[Standing, Verdict]:
+def ended(
+    standing: Standing, cause: Cause, *, gained: int, suspects: int, attempts: int, worker: str
+) -> tuple[Standing, Verdict]:
     """After an attempt that delivered `gained` tokens. `suspects` is as `blamed` has it; `attempts` the policy's bound (`resume.attempts`),
-    of which 1 moves nothing that has begun.
+    of which 1 moves nothing that has begun. `worker` is the process that it was at: one that was silent for a moment and then hangs has
+    died once.
     """
     fruitless = 0 if gained else standing.fruitless + 1
     struck = cause is Cause.DIED and 0 < suspects <= SUSPECTS
-    strikes = (0 if gained else standing.strikes) + struck
-    now = replace(standing, fruitless=fruitless, strikes=strikes, delivered=standing.delivered + gained)
-    if now.strikes >= STRIKES:
-        return now, Verdict(Next.QUARANTINE, f"{now.strikes} workers died of it")
+    victims = () if gained else standing.victims
+    if struck and worker not in victims:
+        victims = (*victims, worker)
+    now = replace(standing, fruitless=fruitless, victims=victims, delivered=standing.delivered + gained)
+    if len(victims) >= STRIKES:
+        return now, Verdict(Next.QUARANTINE, f"{len(victims)} workers died of it")
     begun = now.delivered > 0
     if cause is Cause.MISPLACED and not begun:
         now = replace(now, accepted=False)  # nobody has taken it on

@@ -8,10 +8,12 @@ from controlplane.seen import NodeSeen, Window, counted
 from trimtab.measures import BATCH_WAIT_MS, BATCH_WAITS, REALTIME_WAIT_MS, REALTIME_WAITS
 from trimtab.policy import Mode
 
-LEAST = 5
+LEAST = 10
 """Requests of each workload; fewer say nothing."""
 LEAST_MS = 100.0
 """A shorter wait hurts nobody."""
+MARGIN = 1.5
+"""Times what BATCH waits: most of its waiting is done in gateways, and a loaded worker has both wait about as long."""
 
 
 def inverted(n: NodeSeen, policy: PolicyOf) -> str:
@@ -28,7 +30,7 @@ def inverted(n: NodeSeen, policy: PolicyOf) -> str:
         return ""
     realtime_ms = counted(windows, REALTIME_WAIT_MS) / realtime
     batch_ms = counted(windows, BATCH_WAIT_MS) / batch
-    if realtime_ms <= max(batch_ms, LEAST_MS):
+    if realtime_ms <= max(MARGIN * batch_ms, LEAST_MS):
         return ""
     return (
         f"mean wait {realtime_ms:.0f} ms of {realtime} REALTIME requests, {batch_ms:.0f} ms of {batch} BATCH ones, "

@@ -27,6 +27,8 @@ from trimtab.snapshot import Adjustment, Node
 name = "scale"
 PRESS_S = 5.0
 """A few requests that wait for a moment call for nobody."""
+LOST_S = 60.0
+"""A worker that is not heard is missed for so long; then it is gone."""
 WARM_S = 30.0
 """Where no earlier want is known, a pool is listened to for so long before it is said how many there are."""
 FOLLOW_S = 30.0
@@ -68,6 +70,8 @@ class Pool:
     workers: list[NodeSeen]
     policy: Policy
     course: Course | None
+    lost: list[str]
+    """Workers that went without a word: whether they are dead or only cut off is not known yet."""
     at_gateways: int | None
     """Requests that wait there; None where one does not say."""
 
@@ -88,7 +92,7 @@ def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
     pools: dict[str, Sized | None] = dict.fromkeys(there)
     wants, alerts, holds = [], [], []
     for pool in sorted(scaled):
-        p = Pool(pool, there[pool], policies[pool], book.courses.get(pool), at_gateways)
+        p = Pool(pool, there[pool], policies[pool], book.courses.get(pool), _lost(seen, pool, now), at_gateways)
         sized = state.pools.get(pool) or _first(p, state, seen, began, now)
         if sized is None:
             holds.append(f"pool {pool}: its workers may not all have been heard yet")
@@ -128,6 +132,19 @@ def _there(state: State, seen: Seen) -> dict[str, list[NodeSeen]]:
         if n.state is not NodeState.DRAINING:
             workers.append(n)
     return there
+
+
+def _lost(seen: Seen, pool: str, now: float) -> list[str]:
+    return [
+        n.node_id
+        for n in seen.nodes.values()
+        if n.role is Role.WORKER
+        and n.node.pool == pool
+        and not n.connected
+        and n.state is not NodeState.DRAINING
+        and n.reported_at is not None
+        and now - n.reported_at <= LOST_S
+    ]
 
 
 def waiting_at_gateways(seen: Seen, now: float) -> int | None:
@@ -187,6 +204,8 @@ def _missing(p: Pool, now: float) -> str:
     """What has to be known and is not."""
     if not p.workers:
         return "none of its workers is connected"
+    if p.lost:
+        return f"{p.lost[0]} was there a moment ago and is not heard now"
     silent = [n.node_id for n in serving(p.workers) if n.gauge(REALTIME_WAITING, now) is None]
     return f"{len(silent)} workers do not say what waits there, such as {silent[0]}" if silent else ""
 

@@ -42,6 +42,8 @@ class Attempt:
         self.endpoint = endpoint
         # As it began: a reader may hear of its end only when the worker lives anew.
         self.key = endpoint.node_id, endpoint.life
+        # A link that was silent for a moment makes a new life of the same process; one that nobody named is known by its lives alone.
+        self.process = f"{endpoint.node_id}/{endpoint.incarnation or endpoint.life}"
         self.stream = stream
         self.index = index
         self.began = time.monotonic()

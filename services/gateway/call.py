@@ -340,6 +340,7 @@ class Call:
             gained=self._delivered.next_index - attempt.index,
             suspects=attempt.stream.suspects,
             attempts=self._dispatch.policy().resume.attempts,
+            worker=attempt.process,
         )
         self._search.failed(attempt.key, again=cause in (Cause.BROKE, Cause.FULL), misplaced=cause is Cause.MISPLACED)
         match verdict.next:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +22,15 @@ from trimtab.resuming import (
 MANY = SUSPECTS + 1
 
 
-def after(standing: Standing, cause: Cause, *, gained: int = 0, suspects: int = 0, attempts: int = 16):
-    return ended(standing, cause, gained=gained, suspects=suspects, attempts=attempts)
+ANOTHER = map(str, itertools.count())
+
+
+def after(
+    standing: Standing, cause: Cause, *, gained: int = 0, suspects: int = 0, attempts: int = 16, worker: str = ""
+):
+    """At another worker each time, unless it is said which."""
+    worker = worker or next(ANOTHER)
+    return ended(standing, cause, gained=gained, suspects=suspects, attempts=attempts, worker=worker)
 
 
 def running(delivered: int = 5, **facts) -> Standing:
@@ -81,11 +90,20 @@ def test_a_request_that_two_workers_died_of_goes_to_no_third():
     assert after(standing, Cause.DIED, suspects=1)[1].next is Next.QUARANTINE
 
 
+def test_one_worker_dies_of_it_once_whatever_is_said_of_it():
+    """Its link is silent for a moment, it is given the request again, and then it hangs: that is one worker, not two."""
+    standing = Standing(attempts=1, accepted=True)
+    for _ in range(2):
+        standing, verdict = after(standing, Cause.DIED, suspects=1, worker="w0/i1")
+        assert verdict.next is Next.ELSEWHERE
+    assert after(standing, Cause.DIED, suspects=1, worker="w1/i7")[1].next is Next.QUARANTINE
+
+
 def test_tokens_between_two_deaths_clear_it():
     standing, _ = after(running(), Cause.DIED, suspects=1)
     standing, verdict = after(standing, Cause.DIED, gained=3)
     assert verdict.next is Next.ELSEWHERE
-    assert standing.strikes == 0
+    assert standing.victims == ()
 
 
 def test_among_many_suspects_nobody_is_blamed():
@@ -93,7 +111,7 @@ def test_among_many_suspects_nobody_is_blamed():
     for _ in range(MAX_FRUITLESS - 1):
         standing, verdict = after(standing, Cause.DIED, suspects=MANY)
         assert verdict.next is Next.ELSEWHERE
-    assert standing.strikes == 0
+    assert standing.victims == ()
 
 
 def test_who_is_suspected_of_a_death():

@@ -298,14 +298,14 @@ def waited(
 
 def test_realtime_that_waits_longer_than_batch_has_the_policy_told_again_once() -> None:
     run = a_run(a_node("w0"), a_node("w1"))
-    waited(run, realtime=(2, 900.0), batch=(4, 200.0), windows=2)
+    waited(run, realtime=(4, 900.0), batch=(4, 200.0), windows=2)
     assert run.commands == []
-    waited(run, realtime=(2, 900.0), batch=(4, 200.0), windows=1)
+    waited(run, realtime=(4, 900.0), batch=(4, 200.0), windows=1)
     (reload,) = run.commands
     assert isinstance(reload, Reload) and reload.node_id == "w0"
-    assert "900 ms of 6 REALTIME requests, 200 ms of 12 BATCH ones, within 3 windows" in reload.evidence
+    assert "900 ms of 12 REALTIME requests, 200 ms of 12 BATCH ones, within 3 windows" in reload.evidence
     assert [a.key for a in run.decision.alerts] == ["inversion/w0"]
-    waited(run, realtime=(2, 900.0), batch=(4, 200.0), windows=20)
+    waited(run, realtime=(4, 900.0), batch=(4, 200.0), windows=20)
     assert len(run.commands) == 1
     assert [a.key for a in run.decision.alerts] == ["inversion/w0"]
 
@@ -321,8 +321,14 @@ def test_an_inversion_that_is_over_and_comes_again_is_another() -> None:
 
 @pytest.mark.parametrize(
     ("realtime", "batch"),
-    [((5, 200.0), (5, 200.0)), ((5, 100.0), (5, 10.0)), ((1, 900.0), (5, 10.0)), ((5, 900.0), (1, 10.0))],
-    ids=["as long", "short waits", "few realtime", "few batch"],
+    [
+        ((5, 200.0), (5, 200.0)),
+        ((5, 100.0), (5, 10.0)),
+        ((1, 900.0), (5, 10.0)),
+        ((5, 900.0), (1, 10.0)),
+        ((5, 900.0), (5, 700.0)),
+    ],
+    ids=["as long", "short waits", "few realtime", "few batch", "hardly longer"],
 )
 def test_what_is_no_inversion(realtime: tuple[int, float], batch: tuple[int, float]) -> None:
     run = a_run(a_node())

@@ -168,6 +168,17 @@ def test_one_that_waits_for_the_step_in_flight_is_no_queue() -> None:
     assert wanted(run) == 2
 
 
+def test_a_worker_that_went_without_a_word_keeps_what_was_wanted_for_a_minute() -> None:
+    run = a_run(3)
+    idles(run)
+    run.tick(200)
+    run.of("w2").connected = False
+    run.of("w2").reported_at = run.now
+    run.tick(55)
+    assert wanted(run) == 3
+    assert run.decision.holds == ("pool default: w2 was there a moment ago and is not heard now",)
+
+
 def test_one_moment_of_a_queue_begins_the_five_minutes_anew() -> None:
     run = a_run(3)
     idles(run)
