@@ -66,15 +66,13 @@ class Steering:
 
     async def history(self, newest: int) -> list[dict[str, Any]]:
         """Everybody's writes, controllers' too, newest first, as `trimtab policy history` tells them."""
-        answer = await self._ask("policy", "history", "-n", str(newest), "--controllers")
-        entries: list[dict[str, Any]] = answer["entries"]
+        entries: list[dict[str, Any]] = await self._ask("policy", "history", "-n", str(newest), "--controllers")
         return entries
 
-    async def _ask(self, *args: str) -> dict[str, Any]:
+    async def _ask(self, *args: str) -> Any:
         argv = ["-m", "trimtab_cli", *args, "--control", self._control, "--json"]
         code, out, err = await self._processes.ask(argv, CLI_S + APPLY_MS / 1000)
         if code != 0:
             said = f"trimtab {' '.join(args[:2])} ended with code {code}: {err.strip() or out.strip()}"
             raise (Unreached if code == ExitCode.UNREACHABLE else BenchError)(said, ExitCode.REFUSED)
-        answer: dict[str, Any] = json.loads(out)
-        return answer
+        return json.loads(out)

@@ -119,3 +119,13 @@ async def test_one_that_is_asked_and_takes_too_long_is_ended(tmp_path: Path) -> 
         )
         with pytest.raises(BenchError, match=r"took longer than 0\.3 s"):
             await processes.ask(["-c", "import time; time.sleep(60)"], 0.3)
+
+
+async def test_what_controllers_wrote_and_moved_is_told_by_the_control_plane_itself(tmp_path: Path) -> None:
+    """What `bench loops` asks between its turns, of a real control plane by the verbs that people type."""
+    async with Processes(tmp_path) as processes:
+        _, steering, _ = await start(processes, ["--engine", "simulated", "--step-ms", "2"], {})
+        await steering.steer({"batch.active": "8"})
+        newest = (await steering.history(10))[0]
+        assert (newest["kind"], [c["field"] for c in newest["changes"]]) == ("person", ["batch.active"])
+        assert await steering.adjusted() == []
