@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from controlplane.controllers.decision import Decision, Move, PolicyOf
+from controlplane.controllers.held import move_of
 from controlplane.seen import NodeSeen, Seen, Window, merged
 from controlplane.telemetry import RUNNING
 from trimtab.measures import BATCH_RUNNING, COLD, HOT, REALTIME_RUNNING, itl, ttft
@@ -85,8 +86,7 @@ def start(live: Iterable[Adjustment]) -> State:
     workers: dict[str, Worker] = {}
     for a in live:
         if a.scope.kind is ScopeKind.NODE and a.field == ACTIVE:
-            move = Move(a.field, a.scope, a.reason, a.evidence, a.factor, a.delta)
-            workers[a.scope.names[0]] = Worker(active=move)
+            workers[a.scope.names[0]] = Worker(active=move_of(a))
     return State(workers, moves=_moves(workers))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from controlplane.controllers.decision import Decision, Move, PolicyOf
+from controlplane.controllers.held import move_of
 from controlplane.controllers.safe_batch import Fits, fitting
 from controlplane.seen import NodeSeen, Seen
 from trimtab.snapshot import Adjustment, Scope, ScopeKind
@@ -52,8 +53,7 @@ class State:
 def start(live: Iterable[Adjustment]) -> State:
     """Goes on with what the leader before had decided."""
     mine = [a for a in live if a.field == FIELD and a.scope.kind is ScopeKind.NODE]
-    moves = {a.scope.names[0]: Move(a.field, a.scope, a.reason, a.evidence, a.factor, a.delta) for a in mine}
-    return State({node_id: Worker(move=move) for node_id, move in moves.items()})
+    return State({a.scope.names[0]: Worker(move=move_of(a)) for a in mine})
 
 
 def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
