@@ -14,10 +14,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Where tests look for promtool, beside PATH: this user's cache directory, as the converted model's is.
 PROMTOOL_DIR = $${TRIMTAB_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/trimtab}/prometheus
 
-.PHONY: help setup lock proto boards promtool baseline check test test-fast up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-giants drill-inversion drill-silence clean clean-cache
+.PHONY: help setup lock proto boards promtool baseline check test test-fast test-v4 up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency bench-blocks bench-reblock bench-sizing drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-giants drill-giants-v4 drill-inversion drill-silence drill-restart drill-hosts clean clean-cache
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
 	@echo 'ARGS="..." is handed on to up, test, bench and drill; TRIMTAB_ACCELERATOR=cpu|gpu chooses the engine of setup.'
 
 setup: ## make .venv, install everything, fetch the default model (does nothing when up to date)
@@ -61,6 +61,9 @@ test: setup ## every test, those with a real vLLM included
 test-fast: setup ## the tests that need no vLLM
 	@echo '==> pytest, without vLLM'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)
 
+test-v4: setup ## the mesh on DeepSeek-V4's architecture, in miniature: four minutes, not among `test`
+	@echo '==> pytest, DeepSeek-V4'; TRIMTAB_V4=1 $(BIN)/python -m pytest tests/vllm/dsv4 -n0 --durations=10 $(ARGS)
+
 up: setup ## the whole mesh on this machine
 	@$(BIN)/trimtab up $(ARGS)
 
@@ -94,6 +97,15 @@ bench-gateway: setup ## what a token costs a gateway, by one stream per worker a
 bench-policy-latency: setup ## how long an engine takes to acknowledge a policy
 	@$(BIN)/trimtab bench policy-latency $(ARGS)
 
+bench-blocks: setup ## what each KV block size is worth in speed, memory and prefixes found again
+	@$(BIN)/trimtab bench blocks $(ARGS)
+
+bench-reblock: setup ## what a change of the KV block size does to running streams
+	@$(BIN)/trimtab bench reblock $(ARGS)
+
+bench-sizing: setup ## memory and CPU of each process, by nodes and by streams
+	@$(BIN)/trimtab bench sizing $(ARGS)
+
 drill-streams: setup ## workers killed, stopped, cut off and drained under a thousand streams
 	@$(BIN)/trimtab drill streams $(ARGS)
 
@@ -115,11 +127,20 @@ drill-oom: setup ## an engine that runs out of memory, and one with too few KV b
 drill-giants: setup ## prompts of giant length in the mix: the loop keeps them apart
 	@$(BIN)/trimtab drill giants $(ARGS)
 
+drill-giants-v4: setup ## one prompt of 100,000 tokens to DeepSeek-V4's architecture, in miniature: half an hour
+	@$(BIN)/trimtab drill giants --v4 --model "$$($(BIN)/python -m tests.vllm.dsv4.tiny_model)" --plugin-path tests/vllm/dsv4/plugin $(ARGS)
+
 drill-inversion: setup ## an engine that serves batch first: the loop tells it its policy again
 	@$(BIN)/trimtab drill inversion $(ARGS)
 
 drill-silence: setup ## a worker that serves and is not heard: no loop acts on a guess
 	@$(BIN)/trimtab drill silence $(ARGS)
+
+drill-restart: setup ## workers started anew one after another, with other settings
+	@$(BIN)/trimtab drill restart $(ARGS)
+
+drill-hosts: setup ## links between hosts cut under load, with mTLS (network namespaces)
+	@$(BIN)/trimtab drill hosts $(ARGS)
 
 clean: ## remove build outputs and tool caches (.venv and the model stay)
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,13 +7,16 @@ import contextlib
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from controlplane.settings import ControlSettings
 from trimtab.kit.config import ConfigError, find_file, load, options
 from trimtab.kit.tls import Tls
+
+if TYPE_CHECKING:
+    from trimtab.kit.notify import Notifier
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -65,6 +68,7 @@ async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | N
     from controlplane.alerts import Alerts
     from controlplane.metrics import ControlMetrics
     from controlplane.server import ControlPlane
+    from trimtab.kit.notify import from_environment
     from trimtab.kit.process import die_with_parent, spare_collections, state_dir
     from trimtab.kit.rpc import PortTaken, cancel_and_wait, port_taken, use_tls
     from trimtab.kit.scrape import serve_metrics
@@ -98,10 +102,13 @@ async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | N
         httpd = serve_metrics(settings.metrics, metrics.registry)
     except OSError as e:
         raise PortTaken(port_taken(settings.metrics)) from e
+    notifier = from_environment()
     await plane.start()
     spare_collections()
+    notifier.ready("waits for its store")
     host = settings.metrics.rsplit(":", 1)[0]
-    announcing = asyncio.create_task(_announce(plane, f"{host}:{httpd.server_port}", store))
+    announcing = asyncio.create_task(_announce(plane, f"{host}:{httpd.server_port}", store, notifier))
+    pinging = asyncio.create_task(notifier.pings())
     dying = asyncio.create_task(plane.failed())
     ended = asyncio.create_task(stopping.wait())
     try:
@@ -109,7 +116,8 @@ async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | N
         if dying.done():
             dying.result()
     finally:
-        for task in (announcing, dying, ended):
+        notifier.stopping("stops")
+        for task in (announcing, pinging, dying, ended):
             await cancel_and_wait(task)
         await plane.stop()
         await store.close()
@@ -119,13 +127,16 @@ async def serve(settings: ControlSettings, store: Any, access: Any, tls: Tls | N
         tracing.shutdown()
 
 
-async def _announce(plane: Any, metrics: str, store: Any) -> None:
-    """One line, once there is a policy to serve."""
+async def _announce(plane: Any, metrics: str, store: Any, notifier: Notifier) -> None:
+    """One line, once there is a policy to serve; on a terminal and in a journal alike."""
+    import structlog
+
     stored = await plane.loaded()
-    click.echo(
+    structlog.get_logger(__name__).info(
         f"control plane ready: grpc {plane.address}, metrics http://{metrics}/metrics, "
         f"policy {stored.identity}, store {store.state.description}"
     )
+    notifier.status(f"serves policy {stored.identity} at {plane.address}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ NEEDS: Mapping[str, Role] = {
     "GetTelemetry": Role.VIEWER,
     "ListReports": Role.VIEWER,
     "GetScale": Role.VIEWER,
+    "GetBlocks": Role.VIEWER,
+    "ListRollouts": Role.VIEWER,
     "WhoAmI": Role.NONE,
     "SetPolicy": Role.OPERATOR,
     "ApplyPolicy": Role.OPERATOR,
@@ -62,8 +64,14 @@ NEEDS: Mapping[str, Role] = {
     "ForceBreaker": Role.OPERATOR,
     "DrainNode": Role.OPERATOR,
     "ReloadNode": Role.OPERATOR,
+    "ReblockNodes": Role.OPERATOR,
+    "StartRollout": Role.OPERATOR,
+    "EndRollout": Role.OPERATOR,
+    "StartRestart": Role.OPERATOR,
 }
 """By method of AdminService; one that is not here needs an admin."""
+SCALER_NEEDS = Role.VIEWER
+"""Of KEDA's external scaler, which says no more than GetScale."""
 ROLES = {role.name.lower(): role for role in Role if role}
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import structlog
 
+from controlplane.admin.blocks import Blocks
 from controlplane.admin.workers import Workers
-from controlplane.controllers.decision import Command, Release, Reload, Restart, Want
+from controlplane.controllers.decision import Command, Propose, Reblock, Release, Reload, Restart, Want
+from controlplane.plans import Plans
 from controlplane.replica import unix_ms
 from controlplane.store import Action, Mark, PolicyStore
 from trimtab.codec import encode_match
 from trimtab.errors import StoreUnavailable, TrimtabError
-from trimtab.v1 import admin_pb2
+from trimtab.v1 import admin_pb2, control_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -28,16 +30,22 @@ PREFIX = "want/"
 class Actuators:
     """Belongs to one event loop. `steer` acts on requests, as AdminService.SteerRequests does."""
 
-    def __init__(self, workers: Workers, steer: Steer, store: PolicyStore) -> None:
+    def __init__(self, workers: Workers, steer: Steer, store: PolicyStore, blocks: Blocks) -> None:
         self.wants: dict[str, Want] = {}
+        self.plans = Plans(store)
+        self.propose: Callable[[str, Propose], Awaitable[str]] = _nobody_tries
+        """Tries a policy on canaries; set by whoever drives rollouts."""
         self._workers = workers
         self._steer = steer
         self._store = store
+        self._blocks = blocks
         self._unsaved: set[str] = set()
 
     async def recall(self) -> None:
-        """What was wanted under the leader before; StoreUnavailable when nobody can say."""
-        for mark in await self._store.marks():
+        """What was wanted and planned under the leader before; StoreUnavailable when nobody can say."""
+        marks = await self._store.marks()
+        self.plans.recall(marks)
+        for mark in marks:
             want = _decoded(mark)
             if want is not None:
                 self.wants[want.pool] = want
@@ -73,6 +81,10 @@ class Actuators:
                         admin_pb2.ReloadNodeRequest(node_id=command.node_id, author=author, reason=command.reason)
                     )
                     return _unless(done.done, done)
+                case Propose():
+                    return await self.propose(author, command)
+                case Reblock():
+                    return await self._reblock(author, command)
         except TrimtabError as e:
             return e.message
 
@@ -88,6 +100,19 @@ class Actuators:
         )
         response = await self._workers.drain(request)
         return _unless(response.done, response)
+
+    async def _reblock(self, author: str, command: Reblock) -> str:
+        if not self._workers.runs(command.node_id, command.incarnation):
+            return "that process is gone already"
+        request = admin_pb2.ReblockNodesRequest(
+            node_ids=[command.node_id],
+            block_size=command.block_size,
+            when=control_pb2.REBLOCK_WHEN_NOW if command.now else control_pb2.REBLOCK_WHEN_IDLE,
+            author=author,
+            reason=command.reason,
+        )
+        (node,) = (await self._blocks.reblock(request)).nodes
+        return _unless(node.done, node)
 
     async def _release(self, author: str, command: Release) -> str:
         request = admin_pb2.SteerRequestsRequest(
@@ -106,6 +131,10 @@ class Actuators:
             except StoreUnavailable as e:
                 log.warning("action not recorded", node=command.node_id, because=e.message)
         return _unless(found.done, found)
+
+
+async def _nobody_tries(author: str, proposed: Propose) -> str:
+    return "nobody drives rollouts here"
 
 
 def _unless(done: bool, answer: Any) -> str:

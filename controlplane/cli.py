@@ -137,7 +137,7 @@ def set_(
     answered within --wait.
     """
 
-    fields = _assigned(assignments)
+    fields = assigned(assignments)
     scope = scope_of(whom)
     answer = ask(
         control,
@@ -263,7 +263,7 @@ def scope_of(said: str) -> Scope:
         raise click.BadParameter(e.message, param_hint="--for") from e
 
 
-def _assigned(assignments: tuple[str, ...]) -> dict[str, str]:
+def assigned(assignments: tuple[str, ...]) -> dict[str, str]:
     fields: dict[str, str] = {}
     for text in assignments:
         path, sign, value = text.partition("=")

@@ -140,7 +140,7 @@ def _do(case: Case, fix: Fix, control: str | None, author: str, reason: str) -> 
 
 
 async def _act(client: AdminClient, case: Case, fix: Fix, author: str, reason: str) -> Done:
-    from controlplane.doctor import Release, Reload, ResetBreaker, Restart, SetFields
+    from controlplane.doctor import Reblock, Release, Reload, ResetBreaker, Restart, SetFields
     from controlplane.render_doctor import Done
     from trimtab.snapshot import parse_scope
 
@@ -162,6 +162,14 @@ async def _act(client: AdminClient, case: Case, fix: Fix, author: str, reason: s
             if not told.done:
                 return Done(fix, False, f"{told.reason}: {told.message}")
             return Done(fix, True, f"{node_id} has it anew", "nothing to take back")
+        case Reblock(node_id, block_size, before_size):
+            (changed,) = (await client.reblock([node_id], block_size, author=author, reason=reason)).nodes
+            if not changed.done:
+                return Done(fix, False, f"{changed.reason}: {changed.message}")
+            took = f"in {changed.result.change_ms:.0f} ms, {changed.result.recompute_tokens} tokens to compute anew"
+            return Done(
+                fix, True, f"{node_id} has blocks of {block_size} {took}", f"trimtab reblock {node_id} {before_size}"
+            )
         case Release(match):
             steered = await client.release(match, author=author, reason=reason)
             count = sum(n.affected for n in steered.nodes)

@@ -73,6 +73,15 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
+class Reblock:
+    """Its engine changes its KV block size, once few enough tokens are resident; `before` takes it back."""
+
+    node_id: str
+    block_size: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     match: RequestMatch
 
@@ -82,7 +91,7 @@ class ResetBreaker:
     node_id: str
 
 
-Action = SetFields | Restart | Reload | Release | ResetBreaker
+Action = SetFields | Restart | Reload | Reblock | Release | ResetBreaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,11 @@ def restart(node_id: str, deadline_s: int, does: str) -> Fix:
 
 def reload(node_id: str) -> Fix:
     return Fix(f"tell the engine of {node_id} its policy anew", f"trimtab reload {node_id}", Reload(node_id))
+
+
+def reblock(node_id: str, block_size: int, before: int) -> Fix:
+    does = f"change the KV blocks of {node_id} from {before} to {block_size} tokens, once it is nearly idle"
+    return Fix(does, f"trimtab reblock {node_id} {block_size}", Reblock(node_id, block_size, before))
 
 
 # ---- what is found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from typing import Any
 
 from controlplane import quantiles
 from controlplane.doctor import (
@@ -20,6 +22,7 @@ from controlplane.doctor import (
     names,
     newest,
     rates,
+    reblock,
     set_fields,
 )
 from controlplane.doctor_latency import MIN_LENGTHS, giants
@@ -94,19 +97,20 @@ def _fragmentation(case: Case) -> Check:
     name = "fragmentation of the KV cache"
     found, missing, most = [], [], 0.0
     for n in case.fresh:
-        used, stored = gauge(n, measures.KV_USED), gauge(n, measures.STORED_TOKENS)
-        if used is None or stored is None or not n.limits.block_size:
+        used, empty = gauge(n, measures.KV_USED), gauge(n, measures.FRAGMENTATION)
+        if used == 0.0:
+            empty = 0.0
+        if used is None or empty is None:
+            # Where blocks hold different numbers of tokens nobody can tell.
             missing.append(n)
             continue
-        slots = used * n.load.total_blocks * n.limits.block_size
-        empty = 1 - stored / slots if slots else 0.0
         most = max(most, empty)
         if empty > FRAGMENTED:
             found.append(
                 f"{n.node_id}: {empty:.0%} of the slots in held blocks are empty (block size {n.limits.block_size})"
             )
     if found:
-        return Check(name, FOUND, "; ".join(found[:3]), (_reblock(case),))
+        return Check(name, FOUND, "; ".join(found[:3]), tuple(_smaller(case)))
     if missing:
         return Check(name, UNKNOWN, f"{names(missing)} says nothing of it")
     return Check(name, OK, f"{most:.0%} of the slots in held blocks are empty at most")
@@ -116,29 +120,53 @@ def _block_size(case: Case) -> Check:
     """Half a block is lost at the end of each request: blocks must be small beside it."""
     name = "block size against the length mix"
     found, known = [], 0
-    by_model = {x.model: quantiles.of(x.recent_totals) for x in case.telemetry.lengths}
     for n in case.fresh:
-        q = by_model.get(n.model)
-        if q is None or q.count < MIN_LENGTHS or not n.limits.block_size:
+        median, size = _median(case, n), n.limits.block_size
+        if median is None or not size:
             continue
         known += 1
-        waste = n.limits.block_size / 2 / max(1.0, q.p50)
-        if waste > WASTE:
+        waste = size / 2 / max(1.0, median)
+        # An engine that takes no smaller blocks has none too large.
+        if waste > WASTE and _accepts(n, size):
             found.append(
-                f"{n.node_id}: half a block of {n.limits.block_size} is {waste:.0%} of the median request of {q.p50:.0f} tokens"
+                f"{n.node_id}: half a block of {size} is {waste:.0%} of the median request of {median:.0f} tokens"
             )
     if found:
-        return Check(name, SUSPECT, "; ".join(found[:3]), (_reblock(case),))
+        return Check(name, SUSPECT, "; ".join(found[:3]), tuple(_smaller(case)))
     return Check(name, OK, "small enough") if known else Check(name, UNKNOWN, "too few requests to tell")
 
 
-def _reblock(case: Case) -> Fix:
-    sizes = sorted({n.limits.block_size for n in case.fresh if n.limits.block_size}, reverse=True)
-    smaller = max(8, sizes[0] // 2) if sizes else 16
-    return Fix(
-        "start the workers with smaller blocks, one after another",
-        f"trimtab drain W --wait, then start it again with vLLM's --block-size {smaller}",
-    )
+def _median(case: Case, n: Any) -> float | None:
+    """Of its model's requests, prompt and output, in tokens."""
+    lengths = next((x for x in case.telemetry.lengths if x.model == n.model), None)
+    q = quantiles.of(lengths.recent_totals) if lengths is not None else None
+    return q.p50 if q is not None and q.count >= MIN_LENGTHS else None
+
+
+def _accepts(n: Any, below: int) -> list[int]:
+    return sorted(size for size in n.limits.block_sizes if size < below)
+
+
+def _smaller(case: Case) -> Iterator[Fix]:
+    """For the first of them that takes smaller blocks; the others are found again once it has them."""
+    for n in case.fresh:
+        size, median = n.limits.block_size, _median(case, n)
+        accepted = _accepts(n, size)
+        if not accepted or (median is not None and size / 2 / max(1.0, median) <= WASTE and not _fragmented(n)):
+            continue
+        most = 2 * WASTE * median if median is not None else size / 2
+        wanted = max((s for s in accepted if s <= most), default=accepted[0])
+        if n.limits.live_blocks:
+            yield reblock(n.node_id, wanted, size)
+        else:
+            by = f"trimtab rollout restart --node {n.node_id} --set worker.block_size={wanted}"
+            yield Fix(f"start {n.node_id} anew with KV blocks of {wanted} tokens", by)
+        return
+
+
+def _fragmented(n: Any) -> bool:
+    empty = gauge(n, measures.FRAGMENTATION)
+    return empty is not None and empty > FRAGMENTED
 
 
 def _rework(case: Case) -> Check:

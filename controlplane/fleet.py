@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trimtab.messages import Hello, NodeState, Report, Role
-from trimtab.snapshot import Identity, Node
+from trimtab.snapshot import Identity, Limits, Node
 
 NONE = Identity()
 
@@ -145,6 +145,17 @@ class Fleet:
         member = self.current(session)
         if member is not None and member.report is not None:
             self._update(session, report=dataclasses.replace(member.report, state=NodeState.DRAINING))
+
+    def limits_changed(self, session: int, limits: Limits) -> Hello | None:
+        """The node's engine can do something else from now on; who it is now, as if it had said so in its Hello. None where it is none."""
+        member = self.current(session)
+        if member is None or member.hello.role is not Role.WORKER:
+            return None
+        # What its engine is called stays: only a Hello is looked through for words.
+        limits = dataclasses.replace(limits, engine=member.hello.node.limits.engine)
+        hello = dataclasses.replace(member.hello, node=dataclasses.replace(member.hello.node, limits=limits))
+        self._put(dataclasses.replace(member, hello=hello))
+        return hello
 
     def touched(self) -> None:
         """What gateways are told beside it is another than before."""

@@ -1,20 +1,20 @@
 """The door of the control plane's gRPC server: who calls, whether he may, and a line for everyone who may not.
 
-It wraps every method of the admin and control services, so that a method that somebody adds is closed until `access.NEEDS` names it.
+It wraps every method of the admin, control and scaler services, so that a method that somebody adds is closed until `access.NEEDS` names it.
 Health and reflection are open to whoever gets through the handshake.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import structlog
 
-from controlplane.access import NEEDS, Access, AccessFault, Grant, Role, read_access
+from controlplane.access import NEEDS, SCALER_NEEDS, Access, AccessFault, Grant, Role, read_access
 from controlplane.metrics import ControlMetrics
 from trimtab.errors import PermissionDenied, Unauthenticated
 from trimtab.kit.rpc import abort
@@ -23,6 +23,7 @@ from trimtab.kit.tls import NODES, PLAIN, Caller, caller_of
 log = structlog.get_logger(__name__)
 
 ADMIN, CONTROL = "/trimtab.v1.AdminService/", "/trimtab.v1.ControlService/"
+SCALER = "/externalscaler.ExternalScaler/"
 SHOWN = 80
 """Characters of a stranger's name in the log."""
 _granted: contextvars.ContextVar[Grant] = contextvars.ContextVar("granted")
@@ -89,24 +90,40 @@ class Gatekeeper(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if method.startswith(ADMIN) and handler.unary_unary is not None:
-            return self._admin(handler, method.removeprefix(ADMIN))
+            name = method.removeprefix(ADMIN)
+            return self._unary(handler, name, NEEDS.get(name, Role.ADMIN))
+        if method.startswith(SCALER) and handler.unary_unary is not None:
+            return self._unary(handler, method.removeprefix(SCALER), SCALER_NEEDS)
+        if method.startswith(SCALER) and handler.unary_stream is not None:
+            return self._streaming(handler, method.removeprefix(SCALER), SCALER_NEEDS)
         if method.startswith(CONTROL) and handler.stream_stream is not None:
             return self._node(handler)
         # A call of a shape that nothing here can judge is not let through unjudged.
-        return None if method.startswith((ADMIN, CONTROL)) else handler
+        return None if method.startswith((ADMIN, CONTROL, SCALER)) else handler
 
-    def _admin(self, handler: Any, method: str) -> Any:
+    def _unary(self, handler: Any, method: str, needed: Role) -> Any:
         async def asked(request: Any, context: Any) -> Any:
-            grant = self._grant(context)
-            needed = NEEDS.get(method, Role.ADMIN)
-            if grant.role < needed:
-                words = f"{method} needs the role {needed.name.lower()}; you are {grant.words}"
-                await self._turn_away(method, grant, words, request, context)
-            _granted.set(grant)
-            _said.set(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
+            await self._let_in(method, needed, request, context)
             return await handler.unary_unary(request, context)
 
         return grpc.unary_unary_rpc_method_handler(asked, handler.request_deserializer, handler.response_serializer)
+
+    def _streaming(self, handler: Any, method: str, needed: Role) -> Any:
+        async def asked(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._let_in(method, needed, request, context)
+            async for response in handler.unary_stream(request, context):
+                yield response
+
+        return grpc.unary_stream_rpc_method_handler(asked, handler.request_deserializer, handler.response_serializer)
+
+    async def _let_in(self, method: str, needed: Role, request: Any, context: Any) -> None:
+        """For the rest of the call; whoever may not is told so, and his call is ended."""
+        grant = self._grant(context)
+        if grant.role < needed:
+            words = f"{method} needs the role {needed.name.lower()}; you are {grant.words}"
+            await self._turn_away(method, grant, words, request, context)
+        _granted.set(grant)
+        _said.set(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
 
     def _node(self, handler: Any) -> Any:
         async def connected(requests: Any, context: Any) -> Any:

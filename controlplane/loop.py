@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -18,13 +18,17 @@ import structlog
 from controlplane import spec, tick
 from controlplane.actuators import Actuators
 from controlplane.alerts import Alerts
-from controlplane.controllers.decision import Alert, Controller, Severity, Want
+from controlplane.controllers import blocks
+from controlplane.controllers.decision import Alert, Command, Controller, Move, Reblock, Severity, Want
 from controlplane.fleet import Fleet
 from controlplane.leader import Leader
 from controlplane.metrics import ControlMetrics
 from controlplane.policies import Policies
 from controlplane.pools import pools_of
 from controlplane.replica import Replica, unix_ms
+from controlplane.rollouts.through import Through, unknown
+from controlplane.seen import Seen
+from controlplane.spec import Key
 from controlplane.store import Lease, Stored
 from controlplane.telemetry import Telemetry
 from controlplane.tick import Changes, Controllers, Step
@@ -39,7 +43,7 @@ log = structlog.get_logger(__name__)
 TICK_S = 1.0
 DECISIONS = 500
 """That are kept for `top`; the history has those that changed the policy for longer."""
-MOVE, COMMAND, WANT = "move", "command", "want"
+MOVE, COMMAND, WANT, PLAN = "move", "command", "want", "plan"
 """Kinds of decisions. Moves that were done are in the policy's history too."""
 REFUSED_S = 30.0
 """A controller whose move was refused is not written again before."""
@@ -88,15 +92,28 @@ class TelemetryLoop:
         self._alerts = alerts
         self._metrics = metrics
         self._clock = clock
+        self.restarting: Callable[[], frozenset[str]] = frozenset
+        """Workers that people have started anew one after another, while they are away or watched; set by whoever drives that."""
+        self.carry_on: Callable[[Lease, Seen, Policies], Awaitable[None]] | None = None
+        """Rollouts, after the controllers have acted; set by whoever drives them."""
+        self._through = Through()
         self._led: Lease | None = None
         self._policies: tuple[Stored, Policies] | None = None
         self._said: dict[str, tuple[str, ...]] = {}
         self._refused_at: dict[str, float] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
         self._away = False
         """The store was, when it was last needed."""
 
     async def run(self) -> None:
         """For ever."""
+        try:
+            await self._run()
+        finally:
+            for task in self._under_way:
+                task.cancel()
+
+    async def _run(self) -> None:
         while True:
             begun = self._clock()
             lease = self._leader.leads
@@ -147,15 +164,17 @@ class TelemetryLoop:
         if self._led is None or self._led.term != lease.term:
             await self._actuators.recall()
             self._controllers.start(live.values())
+            self._through = Through()
             self._led = lease
         begun = time.perf_counter()
         seen = self._telemetry.seen(self._fleet, tuple(live.values()), self._clock())
         seen.wants = {pool: want.workers for pool, want in self.wants.items()}
+        seen.plans = self._actuators.plans.seen(seen.now, now)
+        seen.restarting = self.restarting()
         self.steps = self._controllers.step(seen, policies.spec)
         pinned = {p.field for p in policies.document.pins}
         planned = [
-            (s, tick.changes(s.name, () if s.mode is not Loop.ON else s.decision.moves, live, pinned, now))
-            for s in self.steps
+            (s, tick.changes(s.name, self._moves(s, live, seen, policies), live, pinned, now)) for s in self.steps
         ]
         self.tick_ms = 1000.0 * (time.perf_counter() - begun)
         self._metrics.ticked(self.tick_ms / 1000.0)
@@ -170,9 +189,35 @@ class TelemetryLoop:
                 await self._act(step)
             elif not found.empty:
                 await self._write(step.name, found, lease)
-        self._alerts.tell([a for s in self.steps for a in s.decision.alerts] + self._own_alerts())
+            await self._plan(step, seen.now)
+        await self._carry_on(lease, seen, policies)
+        own = self._own_alerts() + unknown(policies.spec(None).rollout.through, self._controllers.controllers)
+        self._alerts.tell([a for s in self.steps for a in s.decision.alerts] + own)
         self._measure(live.values())
         self._metrics.scaled(pools_of(seen, self.wants, policies.spec))
+
+    def _moves(self, s: Step, live: Mapping[Key, Adjustment], seen: Seen, policies: Policies) -> tuple[Move, ...]:
+        """What of a controller's moves is to hold now: some try theirs on canaries first."""
+        if s.mode is not Loop.ON:
+            return ()
+        moves = self._through.moves(s.name, s.decision.moves, live, seen, policies)
+        for name, text, evidence in self._through.told:
+            self._record(name, text, "rollout.through", evidence, kind=COMMAND)
+        self._through.told.clear()
+        return moves
+
+    async def _carry_on(self, lease: Lease, seen: Seen, policies: Policies) -> None:
+        if self.carry_on is None:
+            return
+        try:
+            await self.carry_on(lease, seen, policies)
+        except StoreUnavailable as e:
+            self._store_away(e)
+        except Conflict as e:
+            # Somebody else has ended it, or leads: what there is then is seen by the next tick.
+            log.warning("a rollout was not carried on", because=e.message)
+        except Exception:
+            log.exception("a rollout was not carried on")
 
     async def _write(self, name: str, found: Changes, lease: Lease) -> None:
         if found.empty or self._clock() - self._refused_at.get(name, -REFUSED_S) < REFUSED_S:
@@ -204,16 +249,37 @@ class TelemetryLoop:
             self._record(name, text, found.reason, found.evidence, failed=failed)
 
     async def _act(self, step: Step) -> None:
-        commands, author = step.decision.commands, f"controller/{step.name}"
+        commands = step.decision.commands
+        for command in commands:
+            if isinstance(command, Reblock):
+                # An engine changes between two steps, which may be long; the other controllers do not wait for that.
+                task = asyncio.create_task(self._do(step.name, command))
+                self._under_way.add(task)
+                task.add_done_callback(self._under_way.discard)
         # Together: one node that does not answer must not keep the others waiting.
-        results = await asyncio.gather(*(self._actuators.do(author, command) for command in commands))
-        for command, failed in zip(commands, results, strict=True):
-            self._record(
-                step.name, tick.described(command), command.reason, command.evidence, failed=failed, kind=COMMAND
-            )
+        await asyncio.gather(*(self._do(step.name, c) for c in commands if not isinstance(c, Reblock)))
         for want in step.decision.wants:
             if await self._actuators.want(want):
                 self._record(step.name, tick.wanted(want), want.reason, want.evidence, kind=WANT)
+
+    async def _do(self, name: str, command: Command) -> None:
+        try:
+            failed = await self._actuators.do(f"controller/{name}", command)
+        except Exception as e:
+            log.exception("a command failed", controller=name, command=tick.described(command))
+            failed = f"{type(e).__name__}: {e}"
+        self._record(name, tick.described(command), command.reason, command.evidence, failed=failed, kind=COMMAND)
+
+    async def _plan(self, step: Step, now: float) -> None:
+        """Plans are kept whether they are carried out or only advised: they change nothing by themselves."""
+        plans = self._actuators.plans
+        if step.mode is Loop.OFF:
+            if step.name == blocks.name:
+                await plans.forget()
+            return
+        for plan in await plans.keep(step.decision.plans, now, unix_ms()):
+            if step.mode is Loop.ON:
+                self._record(step.name, tick.blocked(plan), plan.reason, plan.evidence, kind=PLAN)
 
     def _store_away(self, e: StoreUnavailable) -> None:
         if not self._away:
@@ -224,7 +290,9 @@ class TelemetryLoop:
         """Says what it would do, once for as long as it stays the same."""
         d = step.decision
         would = [(tick.moved(m), m.reason, m.evidence, MOVE) for m in d.moves]
-        would += [(tick.described(c), c.reason, c.evidence, COMMAND) for c in d.commands]
+        # A plan says what its commands would come to, which are given again and again until they are done.
+        would += [(tick.described(c), c.reason, c.evidence, COMMAND) for c in d.commands if not isinstance(c, Reblock)]
+        would += [(tick.blocked(p), p.reason, p.evidence, PLAN) for p in d.plans if p.planned != p.present]
         would += [(tick.wanted(w), w.reason, w.evidence, WANT) for w in d.wants]
         texts = tuple(text for text, *_ in would)
         before = self._said.get(step.name, ())

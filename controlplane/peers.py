@@ -25,7 +25,8 @@ from controlplane.leader import Leader
 from controlplane.store import Peer, PolicyStore
 from trimtab.codec import decode_hello, decode_report, encode_hello, encode_report
 from trimtab.errors import Draining, StoreUnavailable, TrimtabError
-from trimtab.kit.rpc import channel, from_call
+from trimtab.kit.renewing import Renewing
+from trimtab.kit.rpc import from_call
 from trimtab.kit.tls import CertificateError, Tls
 from trimtab.messages import Report
 from trimtab.snapshot import Identity
@@ -83,7 +84,7 @@ class Peers:
         self._on_change = on_change
         self._tls = tls
         self._seen: dict[str, Seen] = {}
-        self._calls: dict[str, Any] = {}
+        self._doors: dict[str, Renewing[Any]] = {}
         # None while nobody knows what the store has: at first (an earlier process of the same name may have left something), and after a
         # telling whose answer was lost.
         self._told: bytes | None = None
@@ -141,7 +142,7 @@ class Peers:
     def _members(self) -> bytes:
         """Who is connected here. A thousand nodes take a while to write down, and rarely change."""
         local = self._fleet.local()
-        shape = [(m.session, m.report.state if m.report else None) for m in local if m.connected]
+        shape = [(m.session, m.report.state if m.report else None, m.hello.node.limits) for m in local if m.connected]
         if shape != self._encoded[0]:
             self._encoded = (shape, encode_members(local))
         return self._encoded[1]
@@ -204,11 +205,12 @@ class Peers:
 
         async def one(name: str) -> Any:
             try:
-                stub = self._stub(name)
-                if stub is None:
+                door = self._door(name)
+                if door is None:
                     return Draining(f"replica {name} is gone")
-                # Where certificates don't say who asks, whoever asked this replica does.
-                return await getattr(stub, method)(requests[name], timeout=within_s, metadata=credentials())
+                with door.call() as stub:
+                    # Where certificates don't say who asks, whoever asked this replica does.
+                    return await getattr(stub, method)(requests[name], timeout=within_s, metadata=credentials())
             except CertificateError as e:
                 # Certificates that are just being renewed.
                 return e
@@ -229,22 +231,22 @@ class Peers:
         answers = await asyncio.gather(*(one(name) for name in names))
         return dict(zip(names, answers, strict=True))
 
-    def _stub(self, name: str) -> Any:
+    def _door(self, name: str) -> Renewing[Any] | None:
         """None once it is gone."""
-        if name not in self._calls:
+        if name not in self._doors:
             if name not in self._seen:
                 return None
-            opened = channel(self._seen[name].peer.address, "control", tls=self._tls)
-            self._calls[name] = (opened, admin_pb2_grpc.AdminServiceStub(opened))
-        return self._calls[name][1]
+            address = self._seen[name].peer.address
+            self._doors[name] = Renewing(address, "control", admin_pb2_grpc.AdminServiceStub, tls=self._tls)
+        return self._doors[name]
 
     async def _hang_up(self, name: str) -> None:
-        if name in self._calls:
-            await self._calls.pop(name)[0].close()
+        if name in self._doors:
+            await self._doors.pop(name).close()
 
     async def close(self) -> None:
         """Tell the others that this replica ends."""
-        for name in list(self._calls):
+        for name in list(self._doors):
             await self._hang_up(name)
         with contextlib.suppress(StoreUnavailable):
             await self._store.withdraw(self.replica_id)

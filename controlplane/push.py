@@ -26,7 +26,7 @@ from controlplane.pace import Pace
 from controlplane.replica import Replica, unix_ms
 from controlplane.store import Answer, Stored
 from controlplane.stream import Stream, first_hello
-from controlplane.view import GatewayView
+from controlplane.view import GatewayView, Weight
 from controlplane.watchdog import watch_fleet
 from trimtab import codec
 from trimtab.errors import Conflict, Draining, InvalidRequest, PermissionDenied, PolicyRefused, QueueFull, TrimtabError
@@ -82,7 +82,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._streams: dict[int, Stream] = {}
         self._changed_at = time.monotonic()
         self._viewed = 0
-        self.breakers = BreakerKeeper(replica.store, self._noticed)
+        self.breakers = BreakerKeeper(replica.store, self.noticed)
         self._view = GatewayView(fleet, self.breakers.notice)
         self._pushing: tuple[Identity, control_pb2.ConnectResponse] | None = None
         self._traced = 0
@@ -106,6 +106,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                     on_forgotten=self._forgotten,
                 )
             )
+
+    def weigh(self, weight: Weight) -> None:
+        """What gateways are told that workers get of new work."""
+        self._view.weight = weight
 
     def close(self) -> None:
         """End every stream, so that nodes look for another replica."""
@@ -184,7 +188,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self.answers.set(None)
         self._publish()
 
-    def _noticed(self) -> None:
+    def noticed(self) -> None:
+        """Gateways are to be told something else of workers."""
         self._fleet.touched()
         self._publish()
 
@@ -339,6 +344,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                     self._metrics.tripped(trip.dimension)
             case "drain_begun":
                 self._fleet.draining(stream.session)
+            case "limits_changed":
+                changed = self._fleet.limits_changed(stream.session, codec.decode_limits(event.limits_changed.limits))
+                stream.hello = changed or stream.hello
             case "engine_died" if event.engine_died.out_of_memory:
                 self.on_out_of_memory(stream.hello)
 

@@ -10,23 +10,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from controlplane import spec
-from controlplane.controllers.decision import Alert, Controller, Release, Reload, Restart
+from controlplane.controllers.decision import Alert, BlockPlan, Controller, Reblock, Release, Reload, Restart
 from controlplane.fleet import Fleet
 from controlplane.policies import Policies
 from controlplane.telemetry import Telemetry
-from controlplane.tick import Changes, Controllers, Step, changes, described, live_of, wanted
+from controlplane.tick import Changes, Controllers, Step, blocked, changes, described, live_of, wanted
 from trimtab.errors import PolicyRefused
 from trimtab.messages import Hello, Report, Role
 from trimtab.policy import Loop
 from trimtab.simulation import Drain, Orders, Size
-from trimtab.snapshot import Adjustment, Document
+from trimtab.snapshot import Adjustment, Document, Limits
 
 NO_DOCUMENT = Document()
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One thing that a controller did, `what` in words. `kind` is move, back (what people set again), command, want or refused."""
+    """One thing that a controller did, `what` in words. `kind` is move, back (what people set again), command, want, plan or refused."""
 
     at_s: float
     controller: str
@@ -55,6 +55,8 @@ class Rehearsal:
         self._hellos: dict[str, Hello] = {}
         self._told: set[str] = set()
         self._wants: dict[str, int] = {}
+        self.plans: dict[str, BlockPlan] = {}
+        """By pool: the newest."""
         self._policies = Policies(document)
 
     # What a control plane hears.
@@ -72,6 +74,11 @@ class Rehearsal:
     def reported(self, node_id: str, report: Report, now: float) -> None:
         self._fleet.reported(self._sessions[node_id], report, now)
         self._telemetry.reported(self._hellos[node_id], report, now)
+
+    def limits_changed(self, node_id: str, limits: Limits) -> None:
+        hello = self._fleet.limits_changed(self._sessions[node_id], limits)
+        assert hello is not None
+        self._hellos[node_id] = hello
 
     # What it does.
 
@@ -123,9 +130,17 @@ class Rehearsal:
                 orders = replace(orders, drains=(*orders.drains, Drain(c.node_id, c.incarnation, c.drain_s)))
             elif isinstance(c, Release):
                 orders = replace(orders, releases=(*orders.releases, (c.node_id, c.match)))
+            elif isinstance(c, Reblock):
+                told = (c.node_id, c.incarnation, c.block_size)
+                orders = replace(orders, reblocks=(*orders.reblocks, told))
             else:
                 # A simulated node never runs by another policy than the newest: there is nothing to tell it anew.
                 assert isinstance(c, Reload)
+        for plan in s.decision.plans:
+            before = self.plans.get(plan.pool)
+            if plan.planned != (plan.present if before is None else before.planned):
+                self.notes.append(Noted(now, s.name, "plan", blocked(plan), plan.reason, plan.evidence))
+            self.plans[plan.pool] = plan
         for w in s.decision.wants:
             if self._wants.get(w.pool) != w.workers:
                 self._wants[w.pool] = w.workers

@@ -40,6 +40,9 @@ def fleet_text(answer: Any) -> str:
             r = node.policy.refusal
             text = f"{hello.node_id} refused policy {place(node.policy.refused)} ({r.reason}): {r.message}"
             notes += textwrap.wrap(text, WIDTH, initial_indent="! ", subsequent_indent="  ")
+        if hello.told:
+            told = ", ".join(f"{name}={value}" for name, value in sorted(hello.told.items()))
+            notes += textwrap.wrap(f"{hello.node_id} was told {told}", WIDTH, subsequent_indent="  ")
     if rows:
         lines += [table(("NODE", "ROLE", "POOL", "STATE", "RUN/WAIT", "POLICY", "ADDRESS"), rows), *notes]
     else:
@@ -84,6 +87,7 @@ def node_json(n: Any) -> dict[str, Any]:
         "pid": hello.pid,
         "policy_schema": hello.policy_schema,
         "limits": {name: getattr(hello.limits, name) for name in limits},
+        "told": dict(hello.told),
         "connected": n.connected,
         "state": _state(n) if n.connected else _gone(n),
         "load": {name: getattr(report.load, name) for name in load},

@@ -227,8 +227,10 @@ class Replica:
         traceparent: str = "",
         lease: Lease | None = None,
         evidence: str = "",
+        of_spec: bool = False,
     ) -> Outcome:
-        """A change, checked against `nodes`, written unless `dry_run` or nothing differs. With `lease` it is a controller's.
+        """A change, checked against `nodes`, written unless `dry_run` or nothing differs. With `lease` it is a controller's, unless `of_spec`:
+        then it is a person's, whom the leader writes for.
 
         A policy that a newer build wrote is left alone: what this one does not know would be lost by it.
         PolicyRefused and Conflict (Fenced for a leader that was deposed) write nothing; StoreUnavailable means that the store did not say
@@ -255,13 +257,13 @@ class Replica:
             snapshot = seal(draft.document, epoch=held.epoch, revision=held.revision + 1)
             after = Stored(
                 snapshot,
-                stored.spec_version + (lease is None),
+                stored.spec_version + (lease is None or of_spec),
                 author,
                 reason,
                 now,
                 draft.changes,
                 traceparent,
-                WriteKind.CONTROLLER if lease else WriteKind.PERSON,
+                WriteKind.CONTROLLER if lease and not of_spec else WriteKind.PERSON,
                 lease.term if lease else 0,
                 evidence,
             )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.messages import Load, NodeState, Outlier, Role
@@ -54,6 +54,8 @@ class NodeSeen:
     """Counters since the node was first heard of, across its restarts."""
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=WINDOWS))
     """Closed ones, oldest first."""
+    open: Mapping[str, Sequence[Sketch]] = field(default_factory=dict)
+    """What the window that is open has so far, a sketch from each report."""
     restarts: int = 0
     out_of_memory_at: float | None = None
     """When an engine of it last ran out of memory."""
@@ -88,6 +90,17 @@ class Lengths:
     day_span_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PlanSeen:
+    """What was last planned for the KV blocks of a pool; `changed_at` as `BlockPlan` has it, before `now`."""
+
+    phase: str
+    planned: int
+    reason: str = ""
+    evidence: str = ""
+    changed_at: float | None = None
+
+
 @dataclass(slots=True)
 class Seen:
     """The mesh at `now`. `adjustments` are those that live; `started_at` is when this process began to fold: before that it saw nothing."""
@@ -99,6 +112,10 @@ class Seen:
     adjustments: tuple[Adjustment, ...] = ()
     wants: Mapping[str, int] = field(default_factory=dict)
     """Workers that each pool was last said to want; of an earlier leader too."""
+    restarting: frozenset[str] = frozenset()
+    """Workers of a rolling restart that are away or watched."""
+    plans: Mapping[str, PlanSeen] = field(default_factory=dict)
+    """By pool; of an earlier leader too."""
 
     def workers(self, pool: str | None = None) -> Iterator[NodeSeen]:
         """Connected ones, by node id."""

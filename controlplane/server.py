@@ -20,7 +20,10 @@ from grpc_reflection.v1alpha import reflection
 
 from controlplane.access import NEEDS, Grant, Role
 from controlplane.actuators import Actuators
+from controlplane.admin.blocks import Blocks
 from controlplane.admin.checks import MAX_AUTHOR_CHARS
+from controlplane.admin.restarts import Restarts
+from controlplane.admin.rollouts import Rollouts
 from controlplane.admin.server import AdminServicer
 from controlplane.admin.steering import steer
 from controlplane.admin.telemetry import TelemetryAdmin
@@ -31,12 +34,16 @@ from controlplane.controllers.roster import CONTROLLERS
 from controlplane.exchange import Exchange
 from controlplane.fleet import Fleet
 from controlplane.gatekeeper import AccessFile, Gatekeeper
+from controlplane.keda import KedaScaler
+from controlplane.keda import register as register_scaler
 from controlplane.leader import Leader
 from controlplane.loop import TelemetryLoop
 from controlplane.metrics import ControlMetrics
 from controlplane.peers import Peers
 from controlplane.push import ControlServicer
 from controlplane.replica import Replica, unix_ms
+from controlplane.rollouts.driver import RolloutDriver
+from controlplane.rollouts.keeper import Keeper
 from controlplane.store import Entry, PolicyStore, Stored, WriteKind
 from controlplane.telemetry import Telemetry
 from trimtab.errors import StoreUnavailable
@@ -102,17 +109,29 @@ class ControlPlane:
         )
         workers = Workers(self.fleet, self.control.breakers, store, self.peers, self.control.command_one)
         self.telemetry = Telemetry(time.monotonic())
+        self.blocks = Blocks(self.fleet, self.telemetry, store, self.peers, self.control.command_one, self.leader)
         self._exchange = Exchange(self.fleet, self.telemetry, self.peers)
         self.control.on_report = self._exchange.reported
         self.control.on_out_of_memory = self._exchange.ran_out_of_memory
         self._alerts = alerts or Alerts(mesh, metrics)
         actuators = Actuators(
-            workers, lambda request: steer(request, self.control.command, self.fleet, self.peers), store
+            workers,
+            lambda request: steer(request, self.control.command, self.fleet, self.peers),
+            store,
+            self.blocks,
         )
         self.loop = TelemetryLoop(
             self.replica, self.fleet, self.telemetry, self.leader, controllers, actuators, self._alerts, metrics
         )
         breakers = self.control.breakers
+        self.restarts = Restarts(self.replica, self.fleet, self.telemetry, self.loop, self.leader, self.peers, workers)
+        self.loop.restarting = self.restarts.restarting
+        self._kept_rollouts = Keeper(store, self.control.noticed)
+        self.control.weigh(self._kept_rollouts.weight)
+        self.loop.carry_on = RolloutDriver(self._kept_rollouts, self.replica, self.fleet).tick
+        rollouts = Rollouts(self._kept_rollouts, self.replica, self.fleet, self.leader)
+        telling = TelemetryAdmin(self.fleet, self.telemetry, self.loop, self._exchange, self.peers, breakers)
+        actuators.propose = rollouts.propose
         admin = AdminServicer(
             self.replica,
             self.fleet,
@@ -123,11 +142,16 @@ class ControlPlane:
             self.leader,
             self.control.log,
             workers,
-            TelemetryAdmin(self.fleet, self.telemetry, self.loop, self._exchange, self.peers, breakers),
+            telling,
+            self.blocks,
+            self.restarts,
+            rollouts,
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (CONTROL, ADMIN, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        scaler = register_scaler(KedaScaler(telling.scale), self._server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (CONTROL, ADMIN, scaler, health, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.address = f"{listen.rsplit(':', 1)[0]}:{bind(self._server, listen, tls)}"
         self.peers.address = advertise or self.address
@@ -144,6 +168,8 @@ class ControlPlane:
             ("peers", self.peers.run),
             ("exchange", self._exchange.run),
             ("loop", self.loop.run),
+            ("rollouts", self._kept_rollouts.run),
+            ("restarts", self.restarts.run),
             ("alerts", self._alerts.run),
             ("health", self._serve_once_loaded),
         ):

@@ -72,6 +72,18 @@ def set_fields(fields: Mapping[str, str], scope: Scope | None = None) -> Build:
     return build
 
 
+def promote(name: str, fields: Mapping[str, str], scope: Scope) -> Build:
+    """What a rollout of this name has tried holds for `scope`, and its canaries have it from there: one change."""
+
+    def build(document: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
+        kept = tuple(o for o in document.overlays if not (o.owner is Owner.ROLLOUT and o.name == name))
+        # Checked once, as a whole, below.
+        tried = set_fields(fields, scope)(dataclasses.replace(document, overlays=kept), (), now_unix_ms)
+        return finished(document, tried.document, nodes, now_unix_ms)
+
+    return build
+
+
 def apply(spec: Spec) -> Build:
     """The whole spec at once; what it does not set goes back to the default, and a pin that it does not hold is gone."""
     return lambda document, nodes, now_unix_ms: _drafted(document, spec, nodes, now_unix_ms)
@@ -131,7 +143,7 @@ def adjust(moves: Iterable[Adjustment], drop: Iterable[Key] = ()) -> Build:
             if move.field not in pinned:
                 kept[key_of(move)] = move
         after = dataclasses.replace(document, adjustments=tuple(kept.values()))
-        return _finished(document, after, nodes, now_unix_ms)
+        return finished(document, after, nodes, now_unix_ms)
 
     return build
 
@@ -186,14 +198,14 @@ def _drafted(document: Document, spec: Spec, nodes: Iterable[Node], now_unix_ms:
         pins=spec.pins,
         adjustments=tuple(a for a in document.adjustments if a.field not in pinned),
     )
-    return _finished(document, after, nodes, now_unix_ms)
+    return finished(document, after, nodes, now_unix_ms)
 
 
 def _ordered(partial: Partial) -> dict[str, Value]:
     return {path: partial[path] for path in FIELDS if path in partial}
 
 
-def _finished(before: Document, after: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
+def finished(before: Document, after: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
     """Checked against the nodes, without what has expired, and stamped. Expiry alone is no change: nodes do that by themselves."""
     changes = differences(before, after)
     if not changes:

@@ -155,6 +155,8 @@ class Telemetry:
                 node.seen.connected = False
                 if now - max(node.heard_at, node.seen.joined_at) > FORGET_S:
                     del self._nodes[node_id]
+        for node in self._nodes.values():
+            node.seen.open = node.pending
         nodes = {node_id: self._nodes[node_id].seen for node_id in sorted(self._nodes)}
         lengths = {model: history.lengths(now) for model, history in self._models.items()}
         return Seen(now, self._started_at, nodes, lengths, adjustments)
@@ -208,7 +210,7 @@ class Telemetry:
         )
         peaks = window.peaks
         for name, value in (
-            *report.gauges.items(),
+            *((name, value) for name, value in report.gauges.items() if name not in measures.BY_BLOCK_SIZE),
             (RUNNING, float(report.load.running)),
             (WAITING, float(report.load.waiting)),
         ):

@@ -10,7 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from controlplane.controllers.decision import Alert, Command, Controller, Decision, Move, PolicyOf, Severity, Want
+from controlplane.controllers.decision import (
+    Alert,
+    BlockPlan,
+    Command,
+    Controller,
+    Decision,
+    Move,
+    PolicyOf,
+    Propose,
+    Reblock,
+    Severity,
+    Want,
+)
 from controlplane.seen import Seen
 from controlplane.spec import FACTOR, Key, key_of
 from trimtab.policy import Loop, flatten
@@ -157,8 +169,17 @@ def live_of(adjustments: Iterable[Adjustment], now_unix_ms: int) -> dict[Key, Ad
 
 def described(command: Command) -> str:
     """In words, for the record of decisions."""
+    if isinstance(command, Reblock):
+        return f"reblock {command.node_id} to {command.block_size} tokens"
+    if isinstance(command, Propose):
+        return f"propose {', '.join(f'{k}={v}' for k, v in command.fields.items())}"
     kind = type(command).__name__.lower()
     return f"{kind} {command.node_id}"
+
+
+def blocked(plan: BlockPlan) -> str:
+    """In words, for the record of decisions."""
+    return f"KV blocks of {plan.planned} tokens in pool {plan.pool}, now {plan.present}"
 
 
 def wanted(want: Want) -> str:

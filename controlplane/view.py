@@ -12,6 +12,8 @@ from trimtab.v1 import control_pb2
 
 Notices = Callable[[str, str], Notice | None]
 """What gateways are to know of a worker's breaker, by node id and incarnation."""
+Weight = Callable[[str], float]
+"""What a worker gets of new work, by node id, next to what it would get by itself."""
 SIDES = {Side.OPEN: control_pb2.BREAKER_FORCE_OPEN, Side.CLOSED: control_pb2.BREAKER_FORCE_CLOSED}
 SAME_S = 0.1
 """A view with times in it that is so young is sent as it is."""
@@ -21,6 +23,7 @@ class GatewayView:
     def __init__(self, fleet: Fleet, notices: Notices) -> None:
         self._fleet = fleet
         self._notices = notices
+        self.weight: Weight = lambda node_id: 1.0
         self._made: control_pb2.FleetView | None = None
         self._made_at = 0.0
         self._timed = False
@@ -28,13 +31,13 @@ class GatewayView:
     def now(self) -> control_pb2.FleetView:
         old = self._timed and time.monotonic() - self._made_at > SAME_S
         if self._made is None or self._made.version != self._fleet.version or old:
-            self._made = encode_view(self._fleet.view, self._notices)
+            self._made = encode_view(self._fleet.view, self._notices, self.weight)
             self._made_at = time.monotonic()
             self._timed = any(worker.HasField("breaker") for worker in self._made.workers)
         return self._made
 
 
-def encode_view(view: View, notices: Notices) -> control_pb2.FleetView:
+def encode_view(view: View, notices: Notices, weight: Weight = lambda node_id: 1.0) -> control_pb2.FleetView:
     return control_pb2.FleetView(
         version=view.version,
         workers=[
@@ -48,6 +51,7 @@ def encode_view(view: View, notices: Notices) -> control_pb2.FleetView:
                 limits=codec.encode_limits(w.node.limits),
                 state=codec.encode_state(w.state),
                 breaker=encode_notice(notices(w.node.node_id, w.incarnation)),
+                weight=share if (share := weight(w.node.node_id)) != 1.0 else None,
             )
             for w in view.workers
         ],

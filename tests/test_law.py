@@ -42,6 +42,7 @@ MAY_SEE_THE_WIRE = {
         "actuators",
         "exchange",
         "view",
+        "keda",
     ),
 }
 """Names of modules (or of packages around them) that turn wire types into calls; besides codec, kit and client."""

@@ -243,6 +243,15 @@ async def test_events_that_wait_for_a_session_are_bounded_and_the_newest_kept(se
     assert heard == list(range(5, MAX_PENDING + 5))
 
 
+async def test_a_report_that_is_wanted_soon_goes_out_at_once_behind_the_event(served: Served) -> None:
+    async with Node(served.address, interval_s=3600.0) as node:
+        assert (await served.script.next("report")).sequence == 1
+        node.link.send_event(control_pb2.NodeEvent(limits_changed=control_pb2.LimitsChanged()))
+        node.link.report_soon()
+        assert (await served.script.next("report")).sequence == 2
+        assert served.script.heard["node_event"].get_nowait().HasField("limits_changed"), "it came before"
+
+
 async def test_a_stopped_link_leaves_no_session_behind(served: Served) -> None:
     async with Node(served.address, interval_s=0.01) as node:
         await served.script.next("report")
@@ -262,10 +271,10 @@ async def test_a_report_that_could_not_leave_is_said_to_be_unsent(served: Served
             raise asyncio.InvalidStateError
 
     node.link._on_unsent = on_unsent
-    await node.link._write(Broken())  # type: ignore[arg-type]
+    assert not await node.link._wrote_all(Broken())  # type: ignore[arg-type]
     assert unsent == 1
     node.link.send_event(control_pb2.NodeEvent(drain_begun=control_pb2.DrainBegun(deadline_ms=1)))
-    await node.link._write(Broken())  # type: ignore[arg-type]
+    assert not await node.link._wrote_all(Broken())  # type: ignore[arg-type]
     assert unsent == 1
     async with node:
         assert (await served.script.next("node_event")).drain_begun.deadline_ms == 1

@@ -20,7 +20,7 @@ INIT = '"""Generated from protos/trimtab/v1 by tools/generate.py; never edited."
 
 def generate(out: Path) -> dict[Path, str]:
     """Relative path -> text of every generated file."""
-    protos = sorted(p.relative_to(PROTOS) for p in (PROTOS / PACKAGE).glob("*.proto"))
+    protos = sorted(p.relative_to(PROTOS) for p in (PROTOS / PACKAGE).rglob("*.proto"))
     services = [p for p in protos if "\nservice " in (PROTOS / p).read_text()]
     tools = Path(sys.executable).parent
     common = ["protoc", f"-I{PROTOS}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
@@ -38,7 +38,7 @@ def generate(out: Path) -> dict[Path, str]:
         if inputs and protoc.main([*common, *flags, *map(str, inputs)]) != 0:
             raise SystemExit("generate: protoc refused the protos; its message is above")
     files = {p.relative_to(out): p.read_text() for p in sorted(out.rglob("*.py*"))}
-    return {PACKAGE / "__init__.py": INIT, **files}
+    return {folder / "__init__.py": INIT for folder in {PACKAGE, *(p.parent for p in protos)}} | files
 
 
 def main() -> int:
@@ -47,7 +47,8 @@ def main() -> int:
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as scratch:
         wanted = generate(Path(scratch))
-    present = {p.relative_to(ROOT): p.read_text() for p in sorted((ROOT / PACKAGE).glob("*.py*"))}
+    found = sorted(p for p in (ROOT / PACKAGE).rglob("*.py*") if "__pycache__" not in p.parts)
+    present = {p.relative_to(ROOT): p.read_text() for p in found}
     changed = sorted(p for p in wanted.keys() | present.keys() if wanted.get(p) != present.get(p))
     for path in changed:
         print(f"{'differs' if check else 'written' if path in wanted else 'removed'}: {path}")

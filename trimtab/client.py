@@ -23,6 +23,7 @@ from trimtab import client_stream, codec
 from trimtab.client_stream import Received
 from trimtab.errors import Draining, TrimtabError
 from trimtab.kit import rpc
+from trimtab.kit.renewing import Renewing
 from trimtab.kit.tls import Tls, is_loopback
 from trimtab.messages import Delta, Event, Finish, Request
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
@@ -55,8 +56,7 @@ class _Place:
 
     def __init__(self, address: str, kind: str, tls: Tls | None) -> None:
         self.address = address
-        self.channel = rpc.channel(address, kind, tls=tls)
-        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.door = Renewing(address, kind, _stub, tls=tls)
         self.shunned_until = 0.0
 
 
@@ -90,8 +90,9 @@ class Client:
     """Talks to a gateway, or straight to a worker, at `address`: host:port, or several as a sequence or with commas between them, which are
     gateways of one mesh and take turns.
 
-    With TLS their certificates must be of that `kind`. `key` is an API key; it is sent in plain text to loopback addresses only, unless
-    `insecure_key`: ValueError otherwise, and for a key that no header can hold. `attempts` bounds the calls that one request makes.
+    With TLS their certificates must be of that `kind`; its own, once renewed on disk, is shown from the next call on. `key` is an API key; it
+    is sent in plain text to loopback addresses only, unless `insecure_key`: ValueError otherwise, and for a key that no header can hold.
+    `attempts` bounds the calls that one request makes.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class Client:
             tried.add(place)
             try:
                 request = inference_pb2.ListModelsRequest()
-                answer = await place.stub.ListModels(request, timeout=timeout_s, metadata=self._metadata or None)
+                with place.door.call() as stub:
+                    answer = await stub.ListModels(request, timeout=timeout_s, metadata=self._metadata or None)
             except grpc.aio.AioRpcError as e:
                 error = self._explain(place, e)
                 if not client_stream.is_lost(error):
@@ -188,16 +190,17 @@ class Client:
         self, place: _Place, request: Request, timeout_s: float | None, metadata: tuple[tuple[str, str], ...]
     ) -> AsyncGenerator[Event, None]:
         """One call's events, to its end or its error."""
-        call = place.stub.Generate(codec.encode_request(request), timeout=timeout_s, metadata=metadata or None)
-        try:
-            async for message in call:
-                event = codec.decode_event(message)
-                if event is not None:
-                    yield event
-        except grpc.aio.AioRpcError as e:
-            raise self._explain(place, e) from e
-        finally:
-            call.cancel()
+        with place.door.call() as stub:
+            call = stub.Generate(codec.encode_request(request), timeout=timeout_s, metadata=metadata or None)
+            try:
+                async for message in call:
+                    event = codec.decode_event(message)
+                    if event is not None:
+                        yield event
+            except grpc.aio.AioRpcError as e:
+                raise self._explain(place, e) from e
+            finally:
+                call.cancel()
 
     def _explain(self, place: _Place, error: grpc.aio.AioRpcError) -> TrimtabError:
         """gRPC gives a refused connection and a server's own UNAVAILABLE one code; only a server's carries a reason."""
@@ -211,7 +214,7 @@ class Client:
     async def close(self) -> None:
         """Cancels what still runs."""
         for place in self._places.all:
-            await place.channel.close()
+            await place.door.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -288,6 +291,11 @@ class _Path:
         if last is error:
             raise error
         raise last from error
+
+
+def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+    # The generated constructor answers with the class of the channel that it is given.
+    return inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 def _addresses(address: str | Sequence[str]) -> list[str]:

@@ -76,11 +76,14 @@ class EngineValue:
     steps: int = 0
     free_blocks: int = 0
     planner: Planner = field(init=False)
+    kv_tokens: int = field(init=False)
+    """Its memory, whatever it is cut into."""
     _sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.planner = Planner(self.rules)
         self.free_blocks = self.total_blocks
+        self.kv_tokens = self.total_blocks * self.block_size
 
     def set_rules(self, rules: Rules) -> None:
         self.rules = rules
@@ -120,6 +123,25 @@ class EngineValue:
     def load(self) -> Load:
         p = self.planner
         return Load(len(self.running), len(p.waiting), p.queued_prefill_tokens, self.free_blocks, self.total_blocks)
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens of the running whose KV is there: what a change of the block size has computed anew."""
+        return sum(s.computed for s in self.running)
+
+    def reblock(self, block_size: int) -> tuple[str, ...]:
+        """Cut the same memory into blocks of another size, between two steps. What ran waits again, with all of its tokens to compute;
+        those requests are the answer."""
+        put_back = tuple(s.request_id for s in self.running)
+        for request_id in put_back:
+            self._preempt(request_id)
+        # No step lies between the two sizes that they could have been part of.
+        self.planner.barred.difference_update(put_back)
+        lost = (self.total_blocks - self.free_blocks) * self.block_size
+        self.block_size, self.total_blocks = block_size, self.kv_tokens // block_size
+        # What was neither free nor anybody's stays so.
+        self.free_blocks = max(0, self.total_blocks - -(-lost // block_size))
+        return put_back
 
     def step(self, now_ms: float) -> StepResult:
         """One engine step."""

@@ -22,6 +22,8 @@ TrimtabError
 └── AdminError                   a policy or store call failed
     ├── PolicyRefused            the policy can't be met; nothing was changed
     ├── Conflict                 somebody else wrote since the version that the change was made from
+    ├── PoolNotFound             no worker is, or is to be, in a pool of that name
+    ├── WantUnknown              nobody has said how many workers a pool wants
     └── StoreUnavailable         the store can't be reached, or is read-only
 
 Only EngineFault counts against a worker's breaker; only a success heals it (FIELD_FAULTS: breakers that opened on client errors).
@@ -231,6 +233,36 @@ class PolicyRefused(AdminError):
         self.cause = reason
         self.field = field
         self.node = node
+
+
+class ReblockRefused(AdminError):
+    """A KV block size that an engine does not change to; it serves as before. `accepted` are sizes that it would take, as far as known.
+
+    `cause` is UPPER_SNAKE: SIZE (the attention back end, the model or vLLM can't), TOO_LONG (a request here would not fit), NOT_IDLE (more
+    tokens are resident than may be recomputed), NOT_RECOMPUTABLE (a request here can't be computed anew), NOT_LIVE (this engine can't change
+    while it runs), BUSY (another change is under way) or FAILED (it was tried, and rolled back).
+    """
+
+    reason = "REBLOCK_REFUSED"
+
+    def __init__(self, message: str, *, cause: str = "SIZE", accepted: tuple[int, ...] = ()) -> None:
+        super().__init__(message, metadata={"cause": cause, "accepted": ",".join(map(str, accepted))})
+        self.cause = cause
+        self.accepted = accepted
+
+
+class PoolNotFound(AdminError):
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+    reason = "POOL_NOT_FOUND"
+
+
+class WantUnknown(AdminError):
+    """That is no number, and not 0."""
+
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    reason = "WANT_UNKNOWN"
 
 
 class Conflict(AdminError):

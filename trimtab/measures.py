@@ -5,6 +5,7 @@ Sketches are of the time since the report before, in milliseconds or tokens; cou
 
 from __future__ import annotations
 
+from trimtab.blocks import LADDER
 from trimtab.messages import Workload
 from trimtab.scheduling import LengthClass
 
@@ -62,10 +63,38 @@ BUSY = "busy"
 """Share of the time since the report before that the engine spent in steps."""
 HUNG_S = "hung_s"
 """For how long it has been found hung; 0 while it moves."""
+FRAGMENTATION = "fragmentation"
+"""Of the slots in the blocks that requests hold, the share that holds no token; absent while no block is held."""
+SESSION_TURNS = "session_turns"
+"""Requests of a session, on average, of the sessions of the last ten minutes that had two or more; absent while there are none."""
+DECODE_DEVIATION = "decode_deviation"
+"""Of the time of decode steps, in shares of its mean; absent while too few were seen."""
+PREFILL_TOKENS_PER_S = "prefill_tokens_per_s"
+"""At which this engine computes prompts in steps as large as it makes them, by the time that its steps took; absent until that is known."""
+
+
+def block_waste(block_size: int) -> str:
+    """Of the slots in the blocks that requests here would hold with this size, the share that no token would be in."""
+    return f"block_waste_{block_size}"
+
+
+def prefix_kept(block_size: int) -> str:
+    """Of the prompt tokens that the prefix cache has given, the share that it would have given with this size, at most.
+
+    A hit ends at a whole block. Of larger sizes than the present one this is what would have been hit; of smaller ones a bound only, since
+    nobody knows how much further a hit would have gone.
+    """
+    return f"prefix_kept_{block_size}"
+
+
+BY_BLOCK_SIZE = frozenset(name(size) for name in (block_waste, prefix_kept) for size in LADDER)
+"""Many, and only the newest of each says anything."""
 GAUGES = (
     REALTIME_RUNNING, BATCH_RUNNING, REALTIME_WAITING, BATCH_WAITING, COLD_WAITING, KV_USED, STORED_TOKENS, KV_BYTES_PER_TOKEN,
     RSS_BYTES, BUSY, HUNG_S,
 )  # fmt: skip
+AT_TIMES = (FRAGMENTATION, SESSION_TURNS, DECODE_DEVIATION, PREFILL_TOKENS_PER_S, *sorted(BY_BLOCK_SIZE))
+"""Gauges that a worker has only while there is something to measure."""
 
 # Counters of every node.
 REQUESTS, ERRORS, OUTPUT_TOKENS = "requests", "errors", "output_tokens"

@@ -243,7 +243,10 @@ class NodeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A node presents itself: the first message of its control stream. `held` is the snapshot that it runs by; `Identity()` is none."""
+    """A node presents itself: the first message of its control stream. `held` is the snapshot that it runs by; `Identity()` is none.
+
+    `told` are settings that the control plane told it, and that its process runs by.
+    """
 
     node: Node
     incarnation: str
@@ -254,6 +257,7 @@ class Hello:
     address: str = ""
     metrics_address: str = ""
     pid: int = 0
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

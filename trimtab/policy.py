@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from trimtab.errors import PolicyRefused
 from trimtab.policy_field import Field, Kind, Value, text
 from trimtab.policy_loops import Degraded, Loop
+from trimtab.policy_rollouts import BlockChoice
 from trimtab.policy_tree import Isolation, Mode, Policy, Preemption, Protect, Shed
 
 __all__ = [
-    "FIELDS", "POLICY_SCHEMA", "STATE_SCHEMA", "Change", "Degraded",
+    "FIELDS", "POLICY_SCHEMA", "STATE_SCHEMA", "BlockChoice", "Change", "Degraded",
     "Field", "Isolation", "Kind", "Loop", "Mode", "Partial", "Policy", "Preemption", "Protect", "Shed", "Value",
     "check", "diff", "field", "flatten", "min_schema", "parse", "text", "with_fields",
 ]  # fmt: skip

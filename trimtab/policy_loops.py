@@ -255,3 +255,4 @@ class LoopsPart:
     scale: str = _loop("scale", 101)
     heal: str = _loop("heal", 102)
     safe_batch: str = _loop("safe_batch", 103, Loop.OFF)
+    blocks: str = _loop("blocks", 104, Loop.ADVISE)

@@ -22,6 +22,7 @@ from trimtab.policy_loops import (
     OverloadPart,
     ScalePart,
 )
+from trimtab.policy_rollouts import BlockPlanPart, RolloutPart
 
 
 class Mode(enum.StrEnum):
@@ -383,3 +384,5 @@ class Policy:
     scale: ScalePart = dataclasses.field(default_factory=ScalePart)
     heal: HealPart = dataclasses.field(default_factory=HealPart)
     loops: LoopsPart = dataclasses.field(default_factory=LoopsPart)
+    block_plan: BlockPlanPart = dataclasses.field(default_factory=BlockPlanPart)
+    rollout: RolloutPart = dataclasses.field(default_factory=RolloutPart)

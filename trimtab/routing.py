@@ -1,9 +1,9 @@
 """Where a request goes; pure.
 
-By what it needs (isolation, room), by what it has been near (its session, its prompt's beginning), and then by the work that waits: the least
-of all in a small fleet, the lesser of two drawn in a large one, so that a choice costs the same among a thousand workers as among sixteen
-(power of two choices). Nearness never outweighs load: a worker with much more than the others is passed over (consistent hashing with bounded
-loads).
+By what it needs (isolation, room), by the share of new work that a worker is to get, by what it has been near (its session, its prompt's
+beginning), and then by the work that waits: the least of all in a small fleet, the lesser of two drawn in a large one, so that a choice costs
+the same among a thousand workers as among sixteen (power of two choices). Nearness never outweighs load: a worker with much more than the
+others is passed over (consistent hashing with bounded loads).
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ NEAR_FACTOR, NEAR_SLACK_TOKENS = 1.25, 2048
 RING_POINTS = 16
 RING_OWNERS = 2
 """A key's first so many owners are asked; then nearness is given up."""
+LEAST_WEIGHT = 0.01
+"""Nothing weighs more than a hundred times what it is."""
+SESSION = b"s"
+"""Begins the keys of sessions."""
 
 
 class Need(enum.Enum):
@@ -59,12 +63,17 @@ class Candidate:
     """Until its breaker may let something through."""
     doubtful: bool = False
     """Its breaker is shut for being slow, or by hearsay: better than nobody."""
+    weight: float = 1.0
+    """What it gets of new work, next to what it would get by itself: less while it tries a policy."""
 
     @property
     def work_tokens(self) -> int:
-        """What stands before a newcomer."""
+        """What stands before a newcomer; of a worker that gets less, so much more as it would be by itself, or being the least would make up
+        for it.
+        """
         requests = max(self.load.running + self.load.waiting, self.in_flight)
-        return requests * SEQUENCE_TOKENS + max(self.load.queued_prefill_tokens, self.sent_tokens)
+        work = requests * SEQUENCE_TOKENS + max(self.load.queued_prefill_tokens, self.sent_tokens)
+        return work if self.weight >= 1.0 else int(work / max(self.weight, LEAST_WEIGHT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,7 @@ class Ring:
 def key_of(session: str, prompt_head: bytes) -> bytes:
     """A request's own: its session where it has one, else a digest of its prompt's beginning."""
     if session:
-        return b"s" + session.encode("utf-8", "surrogatepass")
+        return SESSION + session.encode("utf-8", "surrogatepass")
     return b"p" + hashlib.blake2b(prompt_head, digest_size=8).digest() if prompt_head else b""
 
 
@@ -133,7 +142,7 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
         able = [c for c in fleet if c.doubtful and _able(c, want, doubtful=True)]
     if not able:
         raise _nobody(fleet, want)
-    able = _preferred(able, want)
+    able = _preferred(_weighed(able, want, draw), want)
     least = min(c.work_tokens for c in able)
     alike = [c for c in able if c.work_tokens == least]
     chosen = alike[int(draw[0] * len(alike)) % len(alike)]
@@ -142,7 +151,7 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
         bound = NEAR_FACTOR * least + NEAR_SLACK_TOKENS
         for index, _ in zip(ring.owners(want.key), range(RING_OWNERS), strict=False):
             near = fleet[index]
-            if _able(near, want) and _fits(near, want) and near.work_tokens <= bound:
+            if _able(near, want) and _fits(near, want) and near.work_tokens <= bound and _takes(near, want, draw):
                 chosen, why = near, f"near: {near.work_tokens} tokens of work, where the least is {least}"
                 break
     return Pick(chosen.node_id, why, chosen.gate is Gate.PROBE)
@@ -164,6 +173,19 @@ def _preferred(able: list[Candidate], want: Want) -> list[Candidate]:
     able = [c for c in able if _fits(c, want)] or able
     # A probe is a risk for whoever makes it: one of many requests takes it, and a half open worker that nobody tries never closes.
     return [c for c in able if c.gate is Gate.PROBE] or able
+
+
+def _weighed(able: list[Candidate], want: Want, draw: Sequence[float]) -> list[Candidate]:
+    """Without those whose share this request is not of, where there are others."""
+    return [c for c in able if _takes(c, want, draw)] or able
+
+
+def _takes(c: Candidate, want: Want, draw: Sequence[float]) -> bool:
+    """Whether the request is of the share that it gets. A session stays in it or out of it; prompts that begin alike may be all there are."""
+    if c.weight >= 1.0:
+        return True
+    drawn = _hash(b"w" + want.key) / 2.0**64 if want.key.startswith(SESSION) else draw[-1]
+    return drawn < c.weight
 
 
 def _drawn(fleet: Sequence[Candidate], want: Want, draw: Sequence[float]) -> list[Candidate]:

@@ -196,6 +196,10 @@ class Limits:
     block_size: int = 0
     total_blocks: int = 0
     engine: str = ""
+    block_sizes: tuple[int, ...] = ()
+    """KV block sizes that it accepts, of those that `trimtab.blocks` asks for; it may accept others too."""
+    live_blocks: bool = False
+    """It changes to another of them while it runs."""
 
     def of(self, name: str | None) -> int | None:
         return (getattr(self, name) or None) if name else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from trimtab.kit.cli import ExitCode, echo_json, json_option
 from trimtab.kit.tls import ANY_NAME, KINDS, NODES, OTHERS, PEOPLE, CertificateError
+
+if TYPE_CHECKING:
+    from trimtab.kit.certificates import About, Pair
 
 CA, CA_KEY = "ca.pem", "ca-key.pem"
 EXPIRES_SOON = datetime.timedelta(days=30)
@@ -25,8 +28,9 @@ _dir = click.option(
 def certs() -> None:
     """Make and show the certificates with which the parts of a mesh know each other.
 
-    `init` makes the authority, `issue` a certificate for one process or person. To renew one, issue it again: servers read their files
-    anew at the next handshake, without a restart. In a cluster an issuer such as cert-manager does this instead.
+    `init` makes the authority, and certificates for a small site if it is told whose; `issue` makes one for one process or person; `renew`
+    makes those anew that end soon. Processes take files that have changed without a restart. In a cluster an issuer such as cert-manager
+    does all this instead.
     """
 
 
@@ -34,29 +38,116 @@ def certs() -> None:
 @_dir
 @click.option("--mesh", default="default", show_default=True, metavar="NAME", help="Mesh that it is for.")
 @click.option(
-    "--days", type=click.IntRange(1, 36500), default=3650, show_default=True, metavar="N", help="It lasts so long."
+    "--days",
+    type=click.IntRange(1, 36500),
+    default=3650,
+    show_default=True,
+    metavar="N",
+    help="The authority lasts so long.",
+)
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="KIND/NAME[=HOST,...]",
+    help="Issue a certificate too, such as gateway/g0=llm.example.org or operator/ada; repeat it.",
+)
+@click.option(
+    "--hosts",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The same from a file, one a line: KIND NAME [HOST ...]",
+)
+@click.option(
+    "--host-days", type=click.IntRange(1, 3650), default=90, show_default=True, metavar="N", help="Those last so long."
 )
 @json_option
-def init(where: Path, mesh: str, days: int, as_json: bool) -> None:
-    """Make the authority of a mesh. Its key signs every certificate: keep it off the machines that serve."""
-    from trimtab.kit.certificates import authority
+def init(
+    where: Path, mesh: str, days: int, hosts: tuple[str, ...], file: Path | None, host_days: int, as_json: bool
+) -> None:
+    """Make the authority of a mesh. Its key signs every certificate: keep it off the machines that serve. Nothing is overwritten."""
+    from trimtab.kit import certificates as c
 
+    try:
+        site = [*(c.site(file.read_text()) if file else ()), *(c.wanted(each) for each in hosts)]
+        pair = c.authority(mesh, days=days, now=_now())
+        made = [
+            (w, c.issue(pair, mesh, w.kind, w.name, hosts=w.hosts, days=host_days, now=_now()))
+            for w in dict.fromkeys(site)
+        ]
+    except (CertificateError, OSError, UnicodeDecodeError) as e:
+        raise click.UsageError(str(e)) from e
+    if twice := {w.stem for w in site if sum(x.stem == w.stem for x, _ in made) > 1}:
+        raise click.UsageError(f"{', '.join(sorted(twice))} is named twice, with other hosts")
     if (where / CA).exists() or (where / CA_KEY).exists():
         _fail(
             f"{where} has an authority already; what it signed would be worth nothing. Take another --dir, or move it away"
         )
-    try:
-        pair = authority(mesh, days=days, now=_now())
-    except CertificateError as e:
-        raise click.UsageError(str(e)) from e
+    if there := [path for w, _ in made for path in _files(where, w.stem) if path.exists()]:
+        _fail(f"{there[0]} is there already; take another --dir, or move it away")
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(where / CA_KEY, pair.key, 0o600)
     _write(where / CA, pair.cert, 0o644)
+    for w, each in made:
+        _write_pair(where, w.stem, each)
     if as_json:
-        echo_json({"ca": str(where / CA), "key": str(where / CA_KEY), "mesh": mesh})
-    else:
-        click.echo(f"authority of mesh {mesh}: {where / CA}, its key {where / CA_KEY}")
+        rows = [dict(zip(("cert", "key"), map(str, _files(where, w.stem)), strict=True)) for w, _ in made]
+        echo_json({"ca": str(where / CA), "key": str(where / CA_KEY), "mesh": mesh, "certificates": rows})
+        return
+    click.echo(f"authority of mesh {mesh}: {where / CA}, its key {where / CA_KEY}")
+    for w, _ in made:
+        click.echo(f"{w.kind} {w.name}: {_files(where, w.stem)[0]}")
+    if not made:
         click.echo(f"next: trimtab certs issue control c0 --dir {where}")
+
+
+@certs.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[FILE...]")
+@_dir
+@click.option(
+    "--within",
+    type=click.IntRange(0, 3650),
+    default=EXPIRES_SOON.days,
+    show_default=True,
+    metavar="DAYS",
+    help="Renew those that end within so many days.",
+)
+@click.option("--all", "everyone", is_flag=True, help="Renew them all, whenever they end.")
+@click.option(
+    "--days", type=click.IntRange(1, 3650), metavar="N", help="They last so long. [default: as long as the old ones]"
+)
+@json_option
+def renew(files: tuple[Path, ...], where: Path, within: int, everyone: bool, days: int | None, as_json: bool) -> None:
+    """Make certificates anew, with new keys, for the same names: these files, or those among DIR/*.pem that end soon. Processes take them
+    without a restart. The authority is not renewed: another one is brought in beside it (docs/security.md)."""
+    from trimtab.kit import certificates as c
+
+    signer = _signer(where)
+    soon = _now() + datetime.timedelta(days=within)
+    rows = []
+    for cert in files or sorted(where.glob("*.pem")):
+        key = cert.with_name(f"{cert.stem}-key.pem")
+        try:
+            old = cert.read_bytes()
+            if not files and (b"BEGIN CERTIFICATE-----" not in old or not c.about(old).kind or not key.exists()):
+                continue
+            if not (files or everyone or c.about(old).not_after <= soon):
+                continue
+            pair = c.renew(signer, old, days=days, now=_now())
+        except (CertificateError, OSError) as e:
+            raise click.UsageError(f"{cert}: {e}") from e
+        _write(key, pair.key, 0o600)
+        _write(cert, pair.cert, 0o644)
+        said = c.about(pair.cert)
+        rows.append({"file": str(cert), "whose": _whose(said), "not_after": said.not_after.isoformat()})
+    if as_json:
+        echo_json(rows)
+        return
+    for row in rows:
+        click.echo(f"{row['file']}: {row['whose']}, until {row['not_after'][:10]}")
+    if not rows:
+        click.echo(f"no certificate in {where} ends within {within} days")
 
 
 @certs.command()
@@ -82,18 +173,13 @@ def issue(
     admin. The name * is for a whole pool of pods: any node id of the kind."""
     from trimtab.kit import certificates as c
 
+    signer = _signer(where)
     try:
-        signer = c.Pair((where / CA).read_bytes(), (where / CA_KEY).read_bytes())
         mesh = mesh or c.mesh_of(signer.cert) or "default"
         pair = c.issue(signer, mesh, kind, name, hosts=hosts, days=days, now=_now())
-    except OSError as e:
-        _fail(f"can't read {e.filename}: {e.strerror}; make the authority first: trimtab certs init --dir {where}")
     except CertificateError as e:
         raise click.UsageError(str(e)) from e
-    stem = f"{kind}-{'any' if name == '*' else name}"
-    cert, key = where / f"{stem}.pem", where / f"{stem}-key.pem"
-    _write(key, pair.key, 0o600)
-    _write(cert, pair.cert, 0o644)
+    cert, key = _write_pair(where, c.Wanted(kind, name).stem, pair)
     until = c.about(pair.cert).not_after
     if as_json:
         files = {"ca": str(where / CA), "cert": str(cert), "key": str(key)}
@@ -134,11 +220,11 @@ def show(files: tuple[Path, ...], as_json: bool) -> None:
             raise click.UsageError(f"{file}: {e}") from e
         left = a.not_after - _now()
         state = "expired" if left <= datetime.timedelta(0) else "expires soon" if left < EXPIRES_SOON else "good"
-        whose = "authority" if a.authority else f"{a.kind} {a.name} of mesh {a.mesh}" if a.kind else a.subject
         rows.append(
             {
                 "file": str(file),
-                "whose": whose,
+                "whose": _whose(a),
+                "serial": f"{a.serial:x}",
                 "hosts": list(a.hosts),
                 "not_after": a.not_after.isoformat(),
                 "state": state,
@@ -152,6 +238,31 @@ def show(files: tuple[Path, ...], as_json: bool) -> None:
             click.echo(f"{row['file']}: {row['whose']}{hosts}, until {row['not_after'][:10]}: {row['state']}")
     if any(row["state"] == "expired" for row in rows):
         raise SystemExit(ExitCode.GOAL_FAILED)
+
+
+def _whose(a: About) -> str:
+    return "authority" if a.authority else f"{a.kind} {a.name} of mesh {a.mesh}" if a.kind else a.subject
+
+
+def _signer(where: Path) -> Pair:
+    from trimtab.kit.certificates import Pair
+
+    try:
+        return Pair((where / CA).read_bytes(), (where / CA_KEY).read_bytes())
+    except OSError as e:
+        _fail(f"can't read {e.filename}: {e.strerror}; make the authority first: trimtab certs init --dir {where}")
+
+
+def _files(where: Path, stem: str) -> tuple[Path, Path]:
+    return where / f"{stem}.pem", where / f"{stem}-key.pem"
+
+
+def _write_pair(where: Path, stem: str, pair: Pair) -> tuple[Path, Path]:
+    """Whoever reads them meanwhile goes on with the old ones: a key that is not that of its certificate is passed over."""
+    cert, key = _files(where, stem)
+    _write(key, pair.key, 0o600)
+    _write(cert, pair.cert, 0o644)
+    return cert, key
 
 
 def _now() -> datetime.datetime:

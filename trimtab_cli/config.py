@@ -40,8 +40,9 @@ OTHER_VARIABLES = (
     "TRIMTAB_TLS_KEY",
     "TRIMTAB_TLS_MESH",
     "TRIMTAB_TOKEN",
+    "TRIMTAB_SCALE_N",
 )
-"""Environment variables that are read outside the sections."""
+"""Environment variables that are read outside the sections, and the one that `trimtab scale follow` gives its commands."""
 
 
 @dataclass(frozen=True, slots=True)

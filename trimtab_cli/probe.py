@@ -22,7 +22,7 @@ async def until_healthy(spec: Spec) -> None:
     else:
         # A channel's reconnect back-off would see a fresh listener late, so the port is knocked at first.
         await _until(_listens, spec.address)
-        await _until(functools.partial(_serves, KINDS[spec.tier]), spec.address)
+        await _until(functools.partial(serves, KINDS[spec.tier]), spec.address)
 
 
 async def _until(holds: Callable[[str], Awaitable[bool]], address: str) -> None:
@@ -57,7 +57,8 @@ async def _listens(address: str) -> bool:
     return True
 
 
-async def _serves(kind: str, address: str) -> bool:
+async def serves(kind: str, address: str) -> bool:
+    """What its gRPC health says; False where nobody answers within 2 s."""
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 """Longer than the control plane waits for a store that hangs, so that its own words arrive."""
+REBLOCK_S = 35.0
+"""What the control plane gives each worker to change its KV block size, and what one of another replica takes on top."""
 HEALTH_S = 1.0
 """What one of several replicas gets to say whether it serves; then the next is asked."""
 REACH_S = 1.0
@@ -43,7 +45,10 @@ class AdminClient:
         self._timeout_s = timeout_s
         self._tls = tls
         self._places = [place.strip() for place in address.split(",") if place.strip()] or [address]
+        self._generation = rpc.generation(tls)
         self._channels = [rpc.channel(place, "control", tls=tls) for place in self._places]
+        self._before: list[grpc.aio.Channel] = []
+        """Of the certificate before this one: calls may still be on them."""
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._use(self._channels[0])
 
@@ -220,6 +225,86 @@ class AdminClient:
             (await self._reach()).ReloadNode(request, timeout=self._timeout_s, metadata=self._metadata)
         )
 
+    async def reblock(
+        self,
+        node_ids: Sequence[str],
+        block_size: int,
+        *,
+        author: str,
+        pool: str = "",
+        when: int = 0,
+        max_recompute_tokens: int = 0,
+        dry_run: bool = False,
+        reason: str = "",
+        workers: int = 1,
+    ) -> admin_pb2.ReblockNodesResponse:
+        """One worker after another: these, or all of `pool`, which has about so many `workers`; each may take an engine step."""
+        request = admin_pb2.ReblockNodesRequest(
+            node_ids=node_ids, pool=pool, block_size=block_size, when=control_pb2.ReblockWhen.ValueType(when),
+            max_recompute_tokens=max_recompute_tokens, dry_run=dry_run, author=author, reason=reason,
+        )  # fmt: skip
+        timeout_s = self._timeout_s + REBLOCK_S * max(1, workers, len(node_ids))
+        return await self._ask((await self._reach()).ReblockNodes(request, timeout=timeout_s, metadata=self._metadata))
+
+    async def blocks(self) -> admin_pb2.GetBlocksResponse:
+        """KV blocks of workers, and pools' plans."""
+        return await self._ask(
+            (await self._reach()).GetBlocks(
+                admin_pb2.GetBlocksRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        )
+
+    async def start_rollout(
+        self, fields: Mapping[str, str], *, author: str, scope: Scope | None = None, **asked: Any
+    ) -> admin_pb2.StartRolloutResponse:
+        """`asked` as StartRolloutRequest has it. Answers once canaries have been chosen and, unless it is a dry run, told."""
+        whom = encode_scope(scope) if scope is not None and scope.kind else None
+        request = admin_pb2.StartRolloutRequest(fields=fields, scope=whom, author=author, **asked)
+        return await self._ask(
+            (await self._reach()).StartRollout(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def rollouts(self, limit: int = 0, *, rollout_id: str = "") -> admin_pb2.ListRolloutsResponse:
+        """Of policies, and rolling restarts, newest first; 0 is the server's default."""
+        request = admin_pb2.ListRolloutsRequest(limit=limit, rollout_id=rollout_id)
+        return await self._ask(
+            (await self._reach()).ListRollouts(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def end_rollout(
+        self, rollout_id: str, *, author: str, reason: str = "", promote: bool = False
+    ) -> admin_pb2.EndRolloutResponse:
+        """A policy goes back, or with `promote` holds for all; a restart stops where it is."""
+        request = admin_pb2.EndRolloutRequest(rollout_id=rollout_id, promote=promote, author=author, reason=reason)
+        return await self._ask(
+            (await self._reach()).EndRollout(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
+    async def start_restart(
+        self,
+        settings: Mapping[str, str],
+        *,
+        author: str,
+        reason: str = "",
+        node_ids: Sequence[str] = (),
+        pool: str = "",
+        max_unavailable: int = 0,
+        drain_ms: int = 0,
+        ready_ms: int = 0,
+        bake_ms: int = 0,
+        force: bool = False,
+        revert: bool = False,
+        dry_run: bool = False,
+    ) -> admin_pb2.StartRestartResponse:
+        """Workers are started anew one after another: these, or all of `pool`, or all. 0 is the server's default, but of `bake_ms`."""
+        request = admin_pb2.StartRestartRequest(
+            node_ids=node_ids, pool=pool, settings=settings, max_unavailable=max_unavailable, drain_ms=drain_ms, ready_ms=ready_ms,
+            bake_ms=bake_ms, author=author, reason=reason, dry_run=dry_run, force=force, revert=revert,
+        )  # fmt: skip
+        return await self._ask(
+            (await self._reach()).StartRestart(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
+
     async def actions(self, limit: int = 0, *, node_id: str = "") -> admin_pb2.ListActionsResponse:
         """What people did to nodes, newest first."""
         request = admin_pb2.ListActionsRequest(limit=limit, node_id=node_id)
@@ -241,7 +326,13 @@ class AdminClient:
         )
 
     async def _reach(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
-        """Where none of several replicas answers, the call itself says so."""
+        """Where none of several replicas answers, the call itself says so. A certificate that was renewed is shown from this call on."""
+        if self._generation != (newest := rpc.generation(self._tls)):
+            over, self._before, self._generation = self._before, self._channels, newest
+            self._channels = [rpc.channel(place, "control", tls=self._tls) for place in self._places]
+            self._use(self._channels[0])
+            for channel in over:
+                await channel.close()
         if len(self._channels) > 1:
             give_up = time.monotonic() + REACH_S
             while not await self._found() and time.monotonic() < give_up:
@@ -284,7 +375,7 @@ class AdminClient:
             raise error from e
 
     async def close(self) -> None:
-        for channel in self._channels:
+        for channel in (*self._before, *self._channels):
             await channel.close()
 
     async def __aenter__(self) -> Self:

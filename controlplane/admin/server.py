@@ -10,6 +10,7 @@ import contextlib
 import time
 from typing import Any
 
+from controlplane.admin.blocks import Blocks
 from controlplane.admin.encode import (
     encode_action,
     encode_answer,
@@ -21,6 +22,8 @@ from controlplane.admin.encode import (
     freshest,
     one_leader,
 )
+from controlplane.admin.restarts import Restarts
+from controlplane.admin.rollouts import Rollouts, encode_rollout
 from controlplane.admin.steering import AskWorkers, steer
 from controlplane.admin.telemetry import TelemetryAdmin
 from controlplane.admin.workers import Workers
@@ -64,6 +67,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         log: Answers,
         workers: Workers,
         telemetry: TelemetryAdmin,
+        blocks: Blocks,
+        restarts: Restarts,
+        rollouts: Rollouts,
     ) -> None:
         self._replica = replica
         self._ask = ask
@@ -73,6 +79,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._log = log
         self._workers = workers
         self._telemetry = telemetry
+        self._blocks = blocks
+        self._restarts = restarts
+        self._rollouts = rollouts
         self._writer = Writer(replica, fleet, answers, metrics, peers)
 
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
@@ -257,6 +266,45 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ReloadNode(self, request: admin_pb2.ReloadNodeRequest, context: Any) -> admin_pb2.ReloadNodeResponse:
         async with guarded(context):
             return await self._workers.reload(request)
+
+    async def ReblockNodes(
+        self, request: admin_pb2.ReblockNodesRequest, context: Any
+    ) -> admin_pb2.ReblockNodesResponse:
+        async with guarded(context):
+            return await self._blocks.reblock(request)
+
+    async def GetBlocks(self, request: admin_pb2.GetBlocksRequest, context: Any) -> admin_pb2.GetBlocksResponse:
+        async with guarded(context):
+            return await self._blocks.show()
+
+    async def StartRollout(
+        self, request: admin_pb2.StartRolloutRequest, context: Any
+    ) -> admin_pb2.StartRolloutResponse:
+        async with guarded(context):
+            return admin_pb2.StartRolloutResponse(rollout=encode_rollout(await self._rollouts.start(request)))
+
+    async def ListRollouts(
+        self, request: admin_pb2.ListRolloutsRequest, context: Any
+    ) -> admin_pb2.ListRolloutsResponse:
+        async with guarded(context):
+            restarts = [r for r in self._restarts.rollouts() if request.rollout_id in ("", r.rollout_id)]
+            found = restarts if restarts and request.rollout_id else restarts + await self._rollouts.listed(request)
+            found.sort(key=lambda r: r.started_unix_ms, reverse=True)
+            return admin_pb2.ListRolloutsResponse(
+                rollouts=fitting(found[: request.limit or HISTORY_DEFAULT]), leader_id=self._rollouts.leader_id
+            )
+
+    async def EndRollout(self, request: admin_pb2.EndRolloutRequest, context: Any) -> admin_pb2.EndRolloutResponse:
+        async with guarded(context):
+            if any(r.rollout_id == request.rollout_id for r in self._restarts.rollouts()):
+                return admin_pb2.EndRolloutResponse(rollout=await self._restarts.end(request))
+            return admin_pb2.EndRolloutResponse(rollout=encode_rollout(await self._rollouts.end(request)))
+
+    async def StartRestart(
+        self, request: admin_pb2.StartRestartRequest, context: Any
+    ) -> admin_pb2.StartRestartResponse:
+        async with guarded(context):
+            return await self._restarts.start(request)
 
     def _newest(self) -> Stored:
         stored = self._replica.newest.value

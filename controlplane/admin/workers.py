@@ -99,6 +99,8 @@ class Workers:
         faults = _signed(request)
         if request.deadline_ms > MAX_DEADLINE_MS:
             faults.append(Violation("deadline_ms", f"at most {brief(MAX_DEADLINE_MS)}"))
+        if request.settings and not request.restart:
+            faults.append(Violation("settings", "they hold from a worker's next start on: only with restart"))
         refuse_if(faults)
         worker = self._worker(
             request.node_id, "can't be drained by command: end its process with SIGTERM, which drains it"
@@ -110,7 +112,8 @@ class Workers:
         response.others = len(self._others(worker))
         if not request.local:
             what = "drain and restart" if request.restart else "drain"
-            await self._record(request, f"{what} within {brief(request.deadline_ms)}{_unless_done(response)}")
+            told = "".join(f", {name}={value or 'taken back'}" for name, value in sorted(request.settings.items()))
+            await self._record(request, f"{what} within {brief(request.deadline_ms)}{told}{_unless_done(response)}")
         return response
 
     def runs(self, node_id: str, incarnation: str) -> bool:
@@ -166,6 +169,7 @@ class Workers:
             return None if elsewhere else admin_pb2.DrainNodeResponse(reason=NOT_CONNECTED, message=words)
         command = control_pb2.Command(command_id=uuid.uuid4().hex)
         command.drain.deadline_ms, command.drain.restart = request.deadline_ms, request.restart
+        command.drain.settings.update(request.settings)
         result = await self._ask_one(worker.node_id, command, within_s=ANSWER_S)
         if result is None:
             return admin_pb2.DrainNodeResponse(reason=NOT_CONNECTED, message="not asked: it has just left")
@@ -221,7 +225,7 @@ class Workers:
         member = self._fleet.member(node_id)
         if member is None:
             workers = [m.node_id for m in self._fleet if m.hello.role is NodeRole.WORKER]
-            raise _unknown(node_id, workers)
+            raise unknown_worker(node_id, workers)
         if member.hello.role is not NodeRole.WORKER:
             message = f"{node_id} is a {member.hello.role.value} and {if_none}"
             raise InvalidRequest(message, violations=(Violation("node_id", message),))
@@ -247,7 +251,8 @@ def _signed(request: Changing) -> list[Violation]:
     return faults
 
 
-def _unknown(node_id: str, workers: Iterable[str]) -> InvalidRequest:
+def unknown_worker(node_id: str, workers: Iterable[str]) -> InvalidRequest:
+    """With the nearest name, or all of them."""
     names = sorted(workers)
     near = difflib.get_close_matches(node_id, names, n=1, cutoff=0.5)
     shown = ", ".join(names[:20]) or "none"

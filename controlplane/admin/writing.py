@@ -73,7 +73,7 @@ def set_work(request: admin_pb2.SetPolicyRequest) -> Work:
         faults.append(Violation("fields", "name at least one field to set"))
     if len(request.fields) > MAX_FIELDS:
         faults.append(Violation("fields", f"at most {MAX_FIELDS} at once"))
-    refuse_if(faults + _unfit_fields("fields", request.fields))
+    refuse_if(faults + unfit_fields("fields", request.fields))
     scope = checked_scope(request.scope) if request.HasField("scope") else Scope()
     tried = ", ".join(f"{path}={text}" for path, text in request.fields.items()) + (
         f" for {scope}" if scope.kind else ""
@@ -87,9 +87,9 @@ def apply_work(request: admin_pb2.ApplyPolicyRequest) -> Work:
     asked = request.spec
     if len(asked.fields) + sum(len(o.fields) for o in asked.overlays) + len(asked.pins) > MAX_SPEC_FIELDS:
         faults.append(Violation("spec", f"at most {MAX_SPEC_FIELDS} fields in all"))
-    faults += _unfit_fields("spec.fields", asked.fields)
+    faults += unfit_fields("spec.fields", asked.fields)
     for overlay in asked.overlays:
-        faults += _unfit_fields("spec.overlays.fields", overlay.fields)
+        faults += unfit_fields("spec.overlays.fields", overlay.fields)
     for pin in asked.pins:
         faults += unfit([("spec.pins", text, MAX_NAMES_CHARS) for text in (pin.field, pin.author, pin.reason)])
     refuse_if(faults)
@@ -108,7 +108,7 @@ def pin_work(request: admin_pb2.PinPolicyRequest) -> Work:
     return Work(build, f"{'pin' if request.pinned else 'unpin'} {', '.join(request.fields)}")
 
 
-def _unfit_fields(name: str, fields: Mapping[str, str]) -> list[Violation]:
+def unfit_fields(name: str, fields: Mapping[str, str]) -> list[Violation]:
     words = []
     for path, text in fields.items():
         lists = path in FIELDS and FIELDS[path].kind is Kind.NAMES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from controlplane.seen import Seen
@@ -74,7 +74,48 @@ class Want:
     surplus: tuple[str, ...] = ()
 
 
-Command = Restart | Release | Reload
+@dataclass(frozen=True, slots=True)
+class Reblock:
+    """A worker's engine changes its KV block size, as soon as few enough tokens are resident; `now` does not wait for that."""
+
+    node_id: str
+    incarnation: str
+    block_size: int
+    reason: str
+    evidence: str = ""
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """A policy that is to be tried on canaries before it holds for `scope`: fields as people type them."""
+
+    fields: Mapping[str, str]
+    scope: Scope
+    reason: str
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """What a pool's KV block size is to be, and why; `named` is the guide's word for the phase, `planned` what its engines accept.
+
+    `gain` is, by size, the share of the work that it would save, below 0 where it would cost. `present` is the size that most of its engines
+    have. `changed_at`, of the clock of `Seen`, is when another size was last planned or a worker came to it; None for never.
+    """
+
+    pool: str
+    phase: str
+    named: int
+    planned: int
+    reason: str
+    evidence: str = ""
+    gain: Mapping[int, float] = field(default_factory=dict)
+    present: int = 0
+    changed_at: float | None = None
+
+
+Command = Restart | Release | Reload | Reblock | Propose
 
 
 class Severity(enum.StrEnum):
@@ -104,6 +145,7 @@ class Decision:
     moves: tuple[Move, ...] = ()
     commands: tuple[Command, ...] = ()
     wants: tuple[Want, ...] = ()
+    plans: tuple[BlockPlan, ...] = ()
     alerts: tuple[Alert, ...] = ()
     holds: tuple[str, ...] = ()
 

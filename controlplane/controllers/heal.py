@@ -81,7 +81,10 @@ def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
     findings = [f for n in fresh if (f := _finding(n, hung, growths, policy, now)) is not None]
     told = {k: t for k, t in state.told.items() if not _back(t, seen.nodes.get(k))}
     restarts = _of_last_hour(state.restarts, now)
-    commands, alerts = _restarted(findings, workers, told, restarts, policy, now)
+    # Those of a rolling restart are looked after already, and one of a pool at a time is enough.
+    findings = [f for f in findings if f.node.node_id not in seen.restarting]
+    rolling = {n.node.pool for k, n in seen.nodes.items() if k in seen.restarting}
+    commands, alerts = _restarted(findings, workers, told, restarts, rolling, policy, now)
     reloads, looked, inversions = _inversions(state, workers, policy, now)
     refused = {n.node_id: state.refused.get(n.node_id, now) for n in workers if n.refused}
     alerts += _late(told, now)
@@ -192,10 +195,12 @@ def _restarted(
     workers: Iterable[NodeSeen],
     told: dict[str, Told],
     restarts: dict[str, tuple[float, ...]],
+    rolling: set[str],
     policy: PolicyOf,
     now: float,
 ) -> tuple[list[Command], list[Alert]]:
-    """Commands, which `told` and `restarts` have afterwards too, and alerts where there are to be no more of them."""
+    """Commands, which `told` and `restarts` have afterwards too, and alerts where there are to be no more of them. `rolling` are pools where
+    people have workers started anew now."""
     commands: list[Command] = []
     alerts: list[Alert] = []
     for f in sorted(findings, key=lambda f: not f.urgent):
@@ -207,7 +212,7 @@ def _restarted(
             text = f"{node_id}: {f.reason}, and it is not restarted more than {rule.restarts_per_h} times an hour"
             alerts.append(Alert(f"heal/{node_id}", Severity.CRITICAL, text, f.evidence))
             continue
-        if not f.urgent and not _may_go(f.node, workers, told, now):
+        if not f.urgent and (f.node.node.pool in rolling or not _may_go(f.node, workers, told, now)):
             continue
         drain_s = 0.0 if f.urgent else float(rule.grace_s)
         commands.append(Restart(node_id, f.node.incarnation, drain_s, f.reason, f.evidence))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controlplane.controllers import (
     batch,
+    blocks,
     clusters,
     degraded,
     heal,
@@ -28,5 +29,6 @@ CONTROLLERS: tuple[Controller, ...] = (
     isolation,
     clusters,
     scale,
+    blocks,
     heal,
 )

@@ -62,7 +62,8 @@ class Fits:
 def fitting(node: NodeSeen, lengths: Lengths | None, rules: BatchPart, now: float) -> Fits | str:
     """Requests that fit into the KV cache of a worker now; why that can't be said where an input is missing."""
     per_token = node.gauge(KV_BYTES_PER_TOKEN, now)
-    blocks = node.load.total_blocks or node.node.limits.total_blocks
+    # Both from one message: the load may still be of blocks of another size.
+    blocks = node.node.limits.total_blocks
     block_size = node.node.limits.block_size
     if not per_token:
         return "its KV bytes per token are not known"

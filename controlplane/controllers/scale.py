@@ -118,7 +118,8 @@ def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
         backlog, hold = backlog.next(seen, workers, [policies[pool].scale for pool in scaled], now, full=full)
         holds += [hold] if hold else []
     alerts += backlog.alerts
-    return Decision(State(began, book, pools, backlog), backlog.moves, (), tuple(wants), tuple(alerts), tuple(holds))
+    state = State(began, book, pools, backlog)
+    return Decision(state, backlog.moves, wants=tuple(wants), alerts=tuple(alerts), holds=tuple(holds))
 
 
 def _there(state: State, seen: Seen) -> dict[str, list[NodeSeen]]:

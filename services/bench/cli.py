@@ -60,9 +60,19 @@ BENCHES = {
     "loops": Bench(
         "services.bench.loops.course",
         "run",
-        "a burst on a real mesh with the loops on and off, under our scheduler and under FCFS",
-        frozenset({"arms"}),
+        "a burst, or a worker that hangs, on a real mesh with the loops on and off, under our scheduler and under FCFS",
+        frozenset({"arms", "scenario"}),
     ),
+    "blocks": Bench(
+        "services.bench.blocks.course",
+        "run",
+        "what each KV block size is worth in speed, memory and prefixes found again",
+        frozenset({"png", "trace"}),
+    ),
+    "reblock": Bench(
+        "services.bench.reblock.course", "run", "what a change of the KV block size does to running streams"
+    ),
+    "sizing": Bench("services.bench.sizing.course", "run", "memory and CPU of each process, by nodes and by streams"),
     "soak": Bench("services.bench.push.soak", "run", "ten minutes of puts: what every process's memory does"),
     "push": Bench("services.bench.push.course", "run", "from a policy's put to its holding in up to a thousand nodes"),
 }
@@ -93,7 +103,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--model", default="default", show_default=True, help="Model for real engines: local path or hub id.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and of bootstrap intervals.")
 @click.option(
-    "--png", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="mixed: draw a picture too."
+    "--png", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="mixed, blocks: draw a picture too."
 )
 @click.option("--arms", metavar="A,B", callback=_names, help="mixed, gateway, loops: only these arms.")
 @click.option(
@@ -107,7 +117,9 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 )  # fmt: skip
 @click.option("--step-tokens", type=click.IntRange(32), help="mixed: tokens of an engine step at most. [default: 2048]")
 @click.option("--trace", metavar="DIR", is_flag=False, flag_value=str(TRACES), type=click.Path(path_type=Path),
-              help="mixed: public traces in the simulated engine instead. [without DIR: ../shared/traces]")  # fmt: skip
+              help="mixed: public traces in the simulated engine instead; blocks: where they lie. [without DIR: ../shared/traces]")  # fmt: skip
+@click.option("--scenario", type=click.Choice(["step", "hang"]),
+              help="loops: a step of load (default), or an engine that stops; hang knows --model simulated too.")  # fmt: skip
 @click.option("--smg", metavar="PATH", type=click.Path(dir_okay=False, path_type=Path),
               help="gateway: SMG's command, measured beside ours.")  # fmt: skip
 def bench(

@@ -24,3 +24,4 @@ class Options:
     step_tokens: int | None = None
     trace: Path | None = None
     smg: Path | None = None
+    scenario: str | None = None

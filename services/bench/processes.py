@@ -203,14 +203,14 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(t.user + t.system)
 
 
-async def grpc_serving(address: str) -> bool:
-    """Whether the gRPC health service at `address` says SERVING."""
+async def grpc_serving(address: str, kind: str = "worker") -> bool:
+    """Whether the gRPC health service at `address` says SERVING. `kind` is what its certificate must be for, where there is TLS."""
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from trimtab.kit import rpc
 
-    async with rpc.channel(address, "worker") as channel:
+    async with rpc.channel(address, kind) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)

@@ -34,7 +34,8 @@ class PolicyKeeper:
     """Belongs to one event loop. `path` is where the last good snapshot lives."""
 
     def __init__(self, node: Node, obey: Obey, path: Path) -> None:
-        self._node = node
+        self.node = node
+        """Whom policies are resolved for, and what it can do now; another one counts from the next push or expiry on."""
         self._obey = obey
         self._path = path
         self._expiry: asyncio.TimerHandle | None = None
@@ -56,7 +57,7 @@ class PolicyKeeper:
                 return
             except PolicyRefused as e:
                 log.warning("policy on disk refused", reason=e.cause, message=e.message)
-        resolved = resolve(Document(), self._node, now_unix_ms=0)
+        resolved = resolve(Document(), self.node, now_unix_ms=0)
         self._step_no = await self._obey(resolved.policy)
         self.resolved = resolved
 
@@ -117,7 +118,7 @@ class PolicyKeeper:
 
     async def _apply_alone(self, snapshot: Snapshot, now_unix_ms: int) -> int:
         document = codec.decode_document(snapshot.document)
-        resolved = resolve(document, self._node, now_unix_ms=now_unix_ms)
+        resolved = resolve(document, self.node, now_unix_ms=now_unix_ms)
         self._step_no = await self._obey(resolved.policy)
         self.resolved = resolved
         self._document = document

@@ -3,6 +3,8 @@
 The link opens a session with one control plane replica after another until one answers, and does so for ever: a node runs on without it.
 Handlers never hold up the stream: pushes are handled one at a time outside it, newest first, and an apply that has begun is never cut off
 by a lost session; its answer goes out in the next one. A new session starts with what the node holds, so nothing needs replaying.
+Once the node's certificate was renewed the session moves to a connection that shows the new one; the old one ends when the replica has
+answered on the other, so that the node is never away.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
 from trimtab.codec import decode_snapshot
 from trimtab.errors import PolicyRefused
-from trimtab.kit.rpc import cancel_and_wait, channel, tls_fault
-from trimtab.kit.tls import CertificateError, Tls
+from trimtab.kit.rpc import cancel_and_wait, channel, generation, renewal, tls_fault
+from trimtab.kit.tls import RENEW_S, CertificateError, Tls
 from trimtab.snapshot import Snapshot
 from trimtab.v1 import control_pb2, control_pb2_grpc
 
@@ -39,6 +42,24 @@ Call = grpc.aio.StreamStreamCall[control_pb2.ConnectRequest, control_pb2.Connect
 OnPush = Callable[[Snapshot, int, str], Awaitable[control_pb2.PolicyResult | None]]
 OnFleet = Callable[[control_pb2.FleetView], None]
 OnCommand = Callable[[control_pb2.Command], Awaitable[control_pb2.CommandResult | None]]
+
+
+@dataclass(slots=True, eq=False)
+class _Wire:
+    """One stream and its channel."""
+
+    link: grpc.aio.Channel
+    call: Call
+    generation: int
+    """Of the certificate that it was opened with."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Who says something here, or moves elsewhere."""
+    moving: bool = False
+
+    async def close(self) -> None:
+        # Leaving the call's iterator does not end it (ECOSYSTEM §2).
+        self.call.cancel()
+        await self.link.close()
 
 
 class ControlLink:
@@ -74,6 +95,8 @@ class ControlLink:
         self._report_interval_s = report_interval_s
         self._tls = tls
         self._sequence = 0
+        self._next_report = 0.0
+        """Of the loop's clock."""
         self._sessions = 0
         self._outbox: deque[control_pb2.ConnectRequest] = deque(maxlen=MAX_PENDING)
         self._due = asyncio.Event()
@@ -87,6 +110,11 @@ class ControlLink:
     def send_event(self, event: control_pb2.NodeEvent) -> None:
         """At once when connected, else at the next session's start; the oldest go when too many wait."""
         self._send(control_pb2.ConnectRequest(node_event=event))
+
+    def report_soon(self) -> None:
+        """The next report goes out at once, behind the events before it: they say something that it has to agree with."""
+        self._next_report = 0.0
+        self._due.set()
 
     async def said(self, within_s: float) -> None:
         """Once all that was to be sent has left this process, or the time is over: for one that ends. At once while nobody listens."""
@@ -124,71 +152,128 @@ class ControlLink:
             wait_s = min(2 * wait_s, BACKOFF_S[1])
 
     async def _session(self, address: str) -> str:
-        """One stream, from Hello to its end, and why it ended."""
+        """One session, from Hello to its end, and why it ended. It may move from one stream to another on its way."""
+        wire: _Wire | None = None
         try:
-            opened = channel(address, "control", tls=self._tls)
-        except CertificateError as e:
-            # Certificates that are just being renewed, or that somebody took away.
-            return str(e)
-        async with opened as link:
-            call = control_pb2_grpc.ControlServiceStub(link).Connect()
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    await call.write(control_pb2.ConnectRequest(hello=self._hello()))
-                    # The control plane sends its headers once it has taken the Hello; it may have nothing else to say for hours.
-                    await call.initial_metadata()
-                    if call.done():
-                        # A refusal has headers too.
-                        await call.read()
-                log.info("control plane connected", control=address)
-                self._sessions += 1
-                self.connected = True
-                return await self._talk(call)
-            except grpc.aio.AioRpcError as e:
-                said = e.details() or e.code().name
-                return tls_fault(said, "control", tls=self._tls) or said
-            except TimeoutError:
-                return f"no answer within {CONNECT_S:.0f} s"
-            finally:
-                self.connected = False
-                # Leaving the call's iterator does not end it (ECOSYSTEM §2).
-                call.cancel()
+            wire = await self._open(address)
+            log.info("control plane connected", control=address)
+            self._sessions += 1
+            self.connected = True
+            while True:
+                found = await self._talk(wire, address)
+                if isinstance(found, str):
+                    return found
+                await wire.close()
+                wire = found
+                log.info("control stream moved to a renewed certificate", control=address)
+        except (CertificateError, grpc.aio.AioRpcError, TimeoutError) as e:
+            return self._why(e)
+        finally:
+            self.connected = False
+            if wire is not None:
+                await wire.close()
 
-    async def _talk(self, call: Call) -> str:
-        """Both directions, until the stream ends. What breaks in the node's own callables is not held back."""
-        async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(self._write(call))
-            try:
-                async for response in call:
-                    self._hear(response)
-                because = "the control plane ended the stream"
-            except grpc.aio.AioRpcError as e:
-                because = e.details() or e.code().name
-            writer.cancel()
-        return because
+    async def _open(self, address: str) -> _Wire:
+        """A stream whose Hello is answered. CertificateError for certificates that are just being renewed, or that somebody took away;
+        AioRpcError, TimeoutError.
+        """
+        now = generation(self._tls)
+        link = channel(address, "control", tls=self._tls)
+        wire = _Wire(link, control_pb2_grpc.ControlServiceStub(link).Connect(), now)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await wire.call.write(control_pb2.ConnectRequest(hello=self._hello()))
+                # The control plane sends its headers once it has taken the Hello; it may have nothing else to say for hours.
+                await wire.call.initial_metadata()
+                if wire.call.done():
+                    # A refusal has headers too.
+                    await wire.call.read()
+        except BaseException:
+            await wire.close()
+            raise
+        return wire
 
-    async def _write(self, call: Call) -> None:
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, grpc.aio.AioRpcError):
+            said = error.details() or error.code().name
+            return tls_fault(said, "control", tls=self._tls) or said
+        return str(error) or f"no answer within {CONNECT_S:.0f} s"
+
+    async def _talk(self, wire: _Wire, address: str) -> str | _Wire:
+        """Both directions, until the stream ends, and why, or until the session has moved to another stream. What breaks in the node's own
+        callables is not held back."""
+        moved: list[_Wire] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(wire.call))
+                mover = tasks.create_task(self._move(wire, address, moved.append))
+                work = (tasks.create_task(self._write(wire)), reader, mover)
+                await asyncio.wait((reader, mover), return_when=asyncio.FIRST_COMPLETED)
+                # The replica ends this stream as soon as it has the other one, which counts: a move under way is seen through.
+                async with wire.turn:
+                    for task in work:
+                        task.cancel()
+        except BaseException:
+            for each in moved:
+                await each.close()
+            raise
+        return moved[0] if moved else reader.result()
+
+    async def _read(self, call: Call) -> str:
+        try:
+            async for response in call:
+                self._hear(response)
+        except grpc.aio.AioRpcError as e:
+            return e.details() or e.code().name
+        return "the control plane ended the stream"
+
+    async def _move(self, wire: _Wire, address: str, moved: Callable[[_Wire], None]) -> None:
+        """To a stream with the certificate that there is then. While that can't be, this one goes on."""
+        said = ""
+        while True:
+            await renewal(wire.generation, tls=self._tls)
+            # Nothing is said meanwhile: what goes out on a stream that was replaced is heard by nobody.
+            async with wire.turn:
+                wire.moving = True
+                try:
+                    moved(await self._open(address))
+                    return
+                except (CertificateError, grpc.aio.AioRpcError, TimeoutError) as e:
+                    wire.moving = False
+                    because = self._why(e)
+            if because != said:
+                log.warning("control stream stays with its old certificate", control=address, because=because)
+                said = because
+            await asyncio.sleep(RENEW_S)
+
+    async def _write(self, wire: _Wire) -> None:
         """Answers and events as they come, a report each interval, the first at once."""
         loop = asyncio.get_running_loop()
-        next_report = loop.time()
+        self._next_report = 0.0
         while True:
-            while self._outbox:
-                message = self._outbox.popleft()
-                if not await self._wrote(call, message):
-                    return
-            self._said.set()
-            if loop.time() >= next_report:
-                next_report = loop.time() + self._report_interval_s
-                report = self._report()
-                self._sequence += 1
-                report.sequence = self._sequence
-                if not await self._wrote(call, control_pb2.ConnectRequest(report=report)):
+            async with wire.turn:
+                if wire.moving or not await self._wrote_all(wire.call):
                     return
             self._due.clear()
             if not self._outbox:
-                timer = loop.call_at(next_report, self._due.set)
+                timer = loop.call_at(self._next_report, self._due.set)
                 await self._due.wait()
                 timer.cancel()
+
+    async def _wrote_all(self, call: Call) -> bool:
+        while self._outbox:
+            message = self._outbox.popleft()
+            if not await self._wrote(call, message):
+                return False
+        self._said.set()
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_report:
+            self._next_report = loop.time() + self._report_interval_s
+            report = self._report()
+            self._sequence += 1
+            report.sequence = self._sequence
+            return await self._wrote(call, control_pb2.ConnectRequest(report=report))
+        return True
 
     async def _wrote(self, call: Call, message: control_pb2.ConnectRequest) -> bool:
         """False when the call is over; the reader says why. What may not have arrived goes out again in the next session."""

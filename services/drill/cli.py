@@ -32,8 +32,14 @@ DRILLS = {
     "oom": Drill("services.drill.oom", "an engine that runs out of memory, and one with too few KV blocks", True),
     "giants": Drill("services.drill.giants", "prompts of giant length in the mix: they are kept apart for a while"),
     "inversion": Drill("services.drill.inversion", "an engine that serves batch first: it is told its policy again"),
+    "restart": Drill("services.drill.restart", "workers started anew one after another, with other settings", True),
+    "hosts": Drill(
+        "services.drill.hosts.course", "links between hosts cut under load, without a word to anybody", True
+    ),
     "silence": Drill("services.drill.silence", "a worker that serves and is not heard: nobody acts on a guess"),
 }
+V4 = "services.drill.giants_v4"
+"""What `giants --v4` runs."""
 
 
 @click.command(epilog="Drills: " + "; ".join(f"{name}: {d.help}" for name, d in DRILLS.items()))
@@ -42,13 +48,30 @@ DRILLS = {
 @click.option("--real", metavar="N", type=click.IntRange(0), default=0,
               help="N streams on real engines too: vLLM in float32. Minutes more, whatever --quick says.")  # fmt: skip
 @click.option("--vllm/--no-vllm", "vllm", default=None,
-              help="Whether a vLLM engine is broken too (hang, oom). [default: no; of oom yes, where vLLM is installed]")  # fmt: skip
+              help="Whether vLLM is struck too (hang, hosts, oom, restart). [default: no; of oom yes, where vLLM is installed]")  # fmt: skip
+@click.option(
+    "--v4", is_flag=True, help="giants: on vLLM instead, with one giant for a model of DeepSeek-V4's architecture."
+)
+@click.option("--tokens", metavar="N", type=click.IntRange(1024),
+              help="--v4: of the giant's prompt. [default: 100000; 8000 with --quick]")  # fmt: skip
+@click.option("--plugin-path", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="--v4: plug-ins of vLLM that the engine needs, such as stand-ins for kernels that it lacks here.")  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON too; - is stdout.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a goal is missed. Undecided goals are listed.")
 @click.option("--model", default="default", show_default=True, help="Model for real engines: local path or hub id.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and of faults.")
 def drill(
-    name: str, quick: bool, real: int, vllm: bool | None, json_file: str | None, check: bool, model: str, seed: int
+    name: str,
+    quick: bool,
+    real: int,
+    vllm: bool | None,
+    v4: bool,
+    tokens: int | None,
+    plugin_path: Path | None,
+    json_file: str | None,
+    check: bool,
+    model: str,
+    seed: int,
 ) -> None:
     """Strike at a mesh of its own on this machine, and report what its clients saw, against NAME's goals.
 
@@ -63,6 +86,10 @@ def drill(
         raise click.UsageError(f"--json: there is no directory {Path(str(json_file)).absolute().parent}")
     if vllm is not None and not DRILLS[name].breaks_vllm:
         raise click.UsageError(f"--vllm: {name} breaks no real engine")
+    if v4 and name != "giants":
+        raise click.UsageError(f"--v4: {name} knows no such arm")
+    if not v4 and (tokens or plugin_path):
+        raise click.UsageError("--tokens and --plugin-path go with --v4")
     use_tls(None)  # whatever it talks to it has started itself, in plain text
-    run = importlib.import_module(DRILLS[name].module).run
-    conduct(run(DrillOptions(quick, real, model, seed, vllm)), json_file, check=check)
+    run = importlib.import_module(V4 if v4 else DRILLS[name].module).run
+    conduct(run(DrillOptions(quick, real, model, seed, vllm, tokens, plugin_path)), json_file, check=check)

@@ -269,6 +269,7 @@ async def conducted(
     expected_s: float,
     course: Callable[[list[Trial], Progress], Awaitable[None]],
     said: Sequence[str],
+    common: str = COMMON,
 ) -> Report:
     """The drill's report. `course` appends each trial as it begins; cancelled, what there is of them is reported."""
     trials: list[Trial] = []
@@ -286,7 +287,7 @@ async def conducted(
         [figures.as_json(t) for t in trials],
         figures.goals(trials),
         figures.sections(trials),
-        [*said, COMMON, *figures.notes(trials)],
+        [*said, common, *figures.notes(trials)],
         whole,
         facts,
         command(),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class DrillOptions:
     """`real` is the number of streams on real engines; 0 leaves these out. `seed` is that of prompts and of faults.
 
-    `vllm` is for drills that break a real engine: whether they do; None leaves it to the drill.
+    `vllm` is for drills that break a real engine: whether they do; None leaves it to the drill. `tokens`, of a giant's prompt, and
+    `plugin_path`, a directory with plug-ins of vLLM, are for `giants --v4`.
     """
 
     quick: bool = False
@@ -17,3 +19,5 @@ class DrillOptions:
     model: str = "default"
     seed: int = 1
     vllm: bool | None = None
+    tokens: int | None = None
+    plugin_path: Path | None = None

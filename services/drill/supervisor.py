@@ -25,10 +25,15 @@ class End:
 
 
 class Supervisor:
-    """`ends` fills as workers are back. `before(name)` is called when a process has ended, before the next one starts."""
+    """`ends` fills as workers are back. `before(name)` is called when a process has ended, before the next one starts.
+
+    `may_fail` starts in a row may come to nothing; each is in `failed` by the worker's name.
+    """
 
     def __init__(self, workers: Iterable[Worker], before: Callable[[str], None]) -> None:
         self.ends: list[End] = []
+        self.may_fail = 0
+        self.failed: list[str] = []
         self._workers = tuple(workers)
         self._before = before
 
@@ -46,7 +51,19 @@ class Supervisor:
             code = await worker.child.process.wait()
             at = time.monotonic()
             self._before(worker.name)
-            await worker.start()
+            await self._again(worker)
             self.ends.append(End(worker.name, code, at, time.monotonic()))
         await worker.child.process.wait()
         raise BenchError(f"{worker.name} ended {MOST + 1} times; its last lines:\n{worker.child.tail()}")
+
+    async def _again(self, worker: Worker) -> None:
+        for _ in range(self.may_fail):
+            try:
+                await worker.start()
+            except BenchError:
+                if worker.child.alive:
+                    raise
+                self.failed.append(worker.name)
+            else:
+                return
+        await worker.start()

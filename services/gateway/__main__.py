@@ -36,7 +36,7 @@ from services.gateway.tenants import Tenants
 from trimtab import scheduling
 from trimtab.breaking import Trip
 from trimtab.errors import Draining
-from trimtab.kit import config, process, rpc, telemetry
+from trimtab.kit import config, notify, process, rpc, telemetry
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import Workload
@@ -231,12 +231,17 @@ async def serve(s: GatewaySettings) -> int:
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
+    notifier = notify.from_environment()
     gateway = Gateway(s, fail)
     await gateway.start()
+    pings = vital(notifier.pings(), "watchdog", fail)
     log.info("gateway ready", node=s.node_id, listen=s.listen, http=s.http)
+    notifier.ready(f"gRPC {s.listen}, HTTP {s.http}")
     await stopping.wait()
+    notifier.stopping("draining")
     await gateway.drain()
     await gateway.stop()
+    await rpc.cancel_and_wait(pings)
     log.info("gateway stopped", node=s.node_id)
     return int(failed)
 

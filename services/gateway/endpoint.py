@@ -75,6 +75,7 @@ class Endpoint:
         self.incarnation = incarnation
         self.pool = ""
         self.isolates = False
+        self.weight = 1.0
         self.life = 0
         """Grows whenever it may be another one than before: its link came up anew, or its engine moves again."""
         self.hung = self.draining = False
@@ -134,6 +135,7 @@ class Endpoint:
             self.isolates,
             self.guard.retry_after_ms(now_ms),
             self.guard.doubtful(now_ms),
+            self.weight,
         )
 
     def open(

@@ -2,6 +2,8 @@
 
 Losing the control plane freezes membership; the last view is on disk, so a gateway that starts without one serves. A worker that is gone from
 the view gets no new requests, and what runs there goes on. Identity is the incarnation, not the address: a restarted worker is a new one.
+Once this gateway's certificate was renewed each worker gets a second link that shows it. New requests go there as soon as it is up; the
+first link ends with the last request on it.
 """
 
 from __future__ import annotations
@@ -70,12 +72,19 @@ class Endpoints:
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
         self._leaving: dict[Key, asyncio.TimerHandle] = {}
         self._retirements: set[asyncio.Task[None]] = set()
+        self._successors: dict[Key, Endpoint] = {}
+        """Links with a renewed certificate that are not up yet."""
+        self._unrenewed: set[Key] = set()
+        """Of those, the ones that have failed to connect."""
+        self._renewing: asyncio.Task[None] | None = None
         self._seen = b""
         self._view = control_pb2.FleetView()
         self.control_connected: Callable[[], bool] = lambda: True
         """Whether the newest view is still kept up to date; while it is not, nobody leaves."""
 
     def start(self) -> None:
+        if rpc.uses_tls():
+            self._renewing = asyncio.create_task(self._renew(rpc.generation()), name="renew links")
         for address in self._static:
             self._join((address, ""), self._endpoint(address, address, asks_model=True))
         view = self._load()
@@ -161,7 +170,7 @@ class Endpoints:
     async def close(self) -> None:
         for handle in self._leaving.values():
             handle.cancel()
-        for task in [*self._retirements, *self._tasks.values()]:
+        for task in [*self._retirements, *self._tasks.values(), *((self._renewing,) if self._renewing else ())]:
             await rpc.cancel_and_wait(task)
 
     def _follow(self, view: control_pb2.FleetView) -> None:
@@ -205,6 +214,7 @@ class Endpoints:
             self._by_model.clear()
         was = member.serving
         member.model, member.max_model_len, member.pool = worker.model, worker.limits.max_model_len, worker.pool
+        member.weight = worker.weight if worker.HasField("weight") else 1.0
         member.node_state, member.isolates = codec.decode_state(worker.state), self._isolates(worker.pool)
         if worker.HasField("breaker"):
             notice = worker.breaker
@@ -220,7 +230,54 @@ class Endpoints:
         if member.serving and not was:
             self._moved(member)
 
+    async def _renew(self, generation: int) -> None:
+        """For ever."""
+        while True:
+            await rpc.renewal(generation)
+            generation = rpc.generation()
+            for key, member in list(self._members.items()):
+                if member.state is LinkState.UP:  # one that is down takes the new certificate by itself
+                    self._succeed(key, member)
+
+    def _succeed(self, key: Key, member: Endpoint) -> None:
+        """A second link to the same worker."""
+        self._abandon(key)
+        static = not key[1]
+        successor = self._endpoint(member.node_id, member.address, incarnation=member.incarnation, asks_model=static)
+        successor.guard = member.guard
+        self._successors[key] = successor
+        self._run(successor)
+
+    def _take_over(self, key: Key, successor: Endpoint) -> None:
+        """It is up: from now on it is the worker."""
+        del self._successors[key]
+        self._unrenewed.discard(key)
+        old = self._members[key]
+        _inherit(successor, old)
+        self._members[key] = successor
+        if old in self._models_of:
+            self._models_of[successor] = self._models_of.pop(old)
+        self._by_model.clear()
+        log.info("link renewed", worker=old.node_id, address=old.address, open=old.open_requests)
+        self._end(old)
+
+    def _not_yet(self, key: Key, successor: Endpoint) -> None:
+        """It could not connect, and tries again; the link that there is serves on."""
+        if key not in self._unrenewed:
+            self._unrenewed.add(key)
+            log.warning("link stays with its old certificate", worker=successor.node_id, because=successor.why_down)
+
+    def _abandon(self, key: Key) -> None:
+        self._unrenewed.discard(key)
+        if successor := self._successors.pop(key, None):
+            self._end(successor)
+
     def _moved(self, member: Endpoint) -> None:
+        if self._successors and (key := next((k for k, s in self._successors.items() if s is member), None)):
+            if member.state is not LinkState.UP:
+                self._not_yet(key, member)
+                return
+            self._take_over(key, member)
         if not member.retiring and self._models_of.get(member) != member.model:
             self._models_of[member] = member.model  # a static worker has told its model
             self._by_model.clear()
@@ -238,6 +295,9 @@ class Endpoints:
     def _join(self, key: Key, member: Endpoint) -> None:
         self._members[key] = member
         self._by_model.clear()
+        self._run(member)
+
+    def _run(self, member: Endpoint) -> None:
         task = asyncio.create_task(member.run(), name=f"link {member.node_id}")
         self._tasks[member] = task
         task.add_done_callback(lambda _: self._tasks.pop(member, None))
@@ -245,10 +305,15 @@ class Endpoints:
     def _retire(self, key: Key) -> None:
         if handle := self._leaving.pop(key, None):
             handle.cancel()
+        self._abandon(key)
         member = self._members.pop(key)
         self._by_model.clear()
         self._models_of.pop(member, None)
         log.info("worker left", worker=member.node_id, address=member.address, open=member.open_requests)
+        self._end(member)
+
+    def _end(self, member: Endpoint) -> None:
+        """With the last request on it."""
         member.retiring = True
         task = asyncio.create_task(self._let_go(member), name=f"retire {member.node_id}")
         self._retirements.add(task)
@@ -265,6 +330,7 @@ class Endpoints:
         for worker in kept.workers:
             worker.state = control_pb2.NODE_STATE_SERVING
             worker.ClearField("breaker")
+            worker.ClearField("weight")
         data = kept.SerializeToString(deterministic=True)
         if self._cache is None or data == self._seen:
             return
@@ -282,6 +348,13 @@ class Endpoints:
         except (OSError, DecodeError) as e:
             log.warning("fleet view on disk can't be read", path=str(self._cache), error=str(e))
             return None
+
+
+def _inherit(successor: Endpoint, old: Endpoint) -> None:
+    """It is the same worker: what is known of it stays so, and what routing remembers of it too."""
+    successor.model, successor.max_model_len, successor.pool = old.model, old.max_model_len, old.pool
+    successor.weight, successor.isolates, successor.node_state = old.weight, old.isolates, old.node_state
+    successor.life = old.life
 
 
 def _state(e: Endpoint) -> str:

@@ -2,6 +2,7 @@
 
 Accepted beyond OpenAI's own: vLLM's sampling extras, and its `priority`. Accepted without effect, because nothing in an answer could depend on
 them here: `user` and `metadata` (labels of the caller's own), and a few parameters at the one value that means "not used" (`UNUSED`).
+`prompt_cache_key` names the session: requests that share one go where its KV is.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def _ask(body: Body, model: str, prompt: Prompt, max_tokens: int | None, logprob
         logit_bias=_logit_bias(body.object("logit_bias") or {}),
     )
     workload = _workload(body)
+    session = body.text("prompt_cache_key") or ""
     body.text("user")
     body.object("metadata")
     for key, unused in UNUSED.items():
@@ -93,7 +95,8 @@ def _ask(body: Body, model: str, prompt: Prompt, max_tokens: int | None, logprob
         if value is not None and (value != unused or type(value) is not type(unused)):
             raise refused(key, f"must be {json.dumps(unused)}, not {shown(value)}", code="unsupported_value")
     body.done()
-    return Ask(Request("", model, prompt, sampling, workload), chat, stream, _include_usage(options, stream=stream))
+    request = Request("", model, prompt, sampling, workload, session_id=session)
+    return Ask(request, chat, stream, _include_usage(options, stream=stream))
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:

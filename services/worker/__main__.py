@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import structlog
 import uvloop
 
 from services.control import PolicyKeeper
-from services.worker.commands import Commands
+from services.worker.commands import Commands, Reblocking
 from services.worker.engines import Engine
 from services.worker.gate import Gate
 from services.worker.health import Health
@@ -32,11 +32,13 @@ from services.worker.promised import Promised
 from services.worker.resident import Resident
 from services.worker.server import InferenceServicer, register
 from services.worker.serving import Serving
-from services.worker.settings import WorkerSettings
+from services.worker.settings import WorkerSettings, chat_arguments, engine_arguments
 from services.worker.standing import Standing
 from services.worker.steering import Steering
-from trimtab.errors import Draining, EngineDead
-from trimtab.kit import config, process, rpc, telemetry
+from services.worker.told import Told
+from trimtab.blocks import When
+from trimtab.errors import Draining, EngineDead, ReblockRefused
+from trimtab.kit import config, notify, process, rpc, telemetry
 from trimtab.kit.scrape import serve_metrics
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
@@ -92,6 +94,9 @@ def build_engine(s: WorkerSettings) -> Engine:
         kv_cache_gib=s.kv_cache_gib,
         compiled=s.compiled,
         allow_untested=s.allow_untested_vllm,
+        chat_args=chat_arguments(s.chat_args),
+        block_size=s.block_size or None,
+        arguments=engine_arguments(s),
     )
 
 
@@ -197,12 +202,15 @@ def around(engine: Engine) -> tuple[int, int]:
     return engine.load().running, int(engine.stats().get("longest_prefill", 0))
 
 
-async def compose(s: WorkerSettings) -> Worker:
+async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
     """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(options=rpc.WORKER_OPTIONS)
     port = rpc.bind(server, s.listen, tls_of(s, s.mesh))
     engine = build_engine(s)
     await engine.start()
+    if s.block_size and s.engine == "simulated":
+        # vLLM takes it as an argument.
+        await engine.reblock(s.block_size, when=When.NOW)
     node = node_of(s, engine)
     gate = Gate(Policy())
     state = process.state_dir(s.mesh)
@@ -216,12 +224,12 @@ async def compose(s: WorkerSettings) -> Worker:
     stopping = asyncio.Event()
     health = Health(engine, lambda: serving.draining, stopping.set)
     resident = Resident(os.getpid())
-    standing = Standing(engine, gate, health, policy, resident)
+    standing = Standing(engine, gate, health, policy, resident, measuring.reuse)
     metrics.registry.register(Promised(policy, measuring.counters))
     metrics.watch(
         Watched(
             lambda: serving.load,
-            engine.limits,
+            lambda: engine.limits,
             lambda: engine.pulse().step_no,
             lambda: health.state is NodeState.SERVING,
             engine.stats,
@@ -233,7 +241,9 @@ async def compose(s: WorkerSettings) -> Worker:
     host = s.listen.rsplit(":", 1)[0]
     commands = Commands(steering)
     commands.reload = keeper.reload
+    commands.told = told
     membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, measuring, standing, commands)
+    commands.reblocking = Reblocking(engine, lambda: policy().block_plan.max_recompute_tokens, membership.say_limits)
     servicer = InferenceServicer(
         serving,
         gate,
@@ -249,9 +259,10 @@ async def compose(s: WorkerSettings) -> Worker:
     return worker
 
 
-async def serve(s: WorkerSettings) -> int:
+async def serve(s: WorkerSettings, told: Told | None = None) -> int:
     """Until SIGTERM, the engine's death, or the failure of a part that it can't live without; the exit code."""
-    w = await compose(s)
+    notifier = notify.from_environment()
+    w = await compose(s, told)
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, w.leave)
@@ -272,9 +283,14 @@ async def serve(s: WorkerSettings) -> int:
         vital(w.health.run(), "health", fail),
         vital(w.membership.run(), "control link", fail),
         vital(w.resident.run(), "memory in use", fail),
+        vital(notifier.pings(lambda: not w.health.hung), "watchdog", fail),
     ]
+    if told is not None:
+        told.served()
     log.info("worker ready", node=s.node_id, listen=s.listen, engine=w.engine.limits.engine, model=w.engine.model)
+    notifier.ready(f"serves {w.engine.model} as {s.node_id}")
     await w.stopping.wait()
+    notifier.stopping("engine died" if w.engine.dead else "draining")
     if w.engine.dead:
         death = w.engine.death()
         log.error("engine died", node=s.node_id, because=death.words, out_of_memory=death.out_of_memory)
@@ -318,13 +334,22 @@ async def hand_over(w: Worker) -> None:
         log.warning("drain deadline", sent_elsewhere=moved)
 
 
+def settings_of(config_file: str | None, flags: Mapping[str, Any], told: Mapping[str, str]) -> WorkerSettings:
+    """ConfigError with every fault. `told` is laid over all else."""
+    return config.load(WorkerSettings, "worker", flags=flags, file=config.find_file(config_file), told=told)
+
+
 @click.command()
 @click.option("--config", "config_file", default=None, metavar="FILE", help="settings file")
+@click.option("--ignore-told", is_flag=True, help="start without the settings that the control plane told it")
 @config.options(WorkerSettings)
-def main(config_file: str | None, **flags: Any) -> None:
+def main(config_file: str | None, ignore_told: bool, **flags: Any) -> None:
     """One worker: an engine behind gRPC."""
     try:
-        s = config.load(WorkerSettings, "worker", flags=flags, file=config.find_file(config_file))
+        read = functools.partial(settings_of, config_file, flags)
+        s = read({})
+        told = Told(process.state_dir(s.mesh) / f"told-{s.node_id}.json", read)
+        s = s if ignore_told else told.begin()
         tls = tls_of(s, s.mesh)
         check_own("worker", s.node_id, tls)
         if s.vllm_door == "on" and not vllm_protos():
@@ -337,14 +362,15 @@ def main(config_file: str | None, **flags: Any) -> None:
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"worker {s.node_id}", level=s.log_level)
+    told.say()
     rpc.use_tls(tls)
     warn((s.listen,), tls, metrics=s.metrics)
     provider = telemetry.setup_tracing(f"worker-{s.node_id}", process.state_dir(s.mesh))
     try:
-        code = uvloop.run(serve(s))
-    except (rpc.PortTaken, EngineDead, ModelError) as e:
+        code = uvloop.run(serve(s, told))
+    except (rpc.PortTaken, config.ConfigError, EngineDead, ModelError, ReblockRefused) as e:
         click.echo(f"worker {s.node_id}: {e}", err=True)
-        code = EXIT_USAGE if isinstance(e, rpc.PortTaken) else EXIT_ENGINE_DEAD
+        code = EXIT_USAGE if isinstance(e, rpc.PortTaken | config.ConfigError) else EXIT_ENGINE_DEAD
     with contextlib.suppress(Exception):
         provider.shutdown()
     sys.exit(code)

@@ -19,6 +19,7 @@ from trimtab.interval import Intervals
 from trimtab.measures import COLD, HOT
 from trimtab.messages import Outlier, Request, Timings, Workload
 from trimtab.policy import Policy
+from trimtab.reuse import Reuse
 from trimtab.scheduling import LengthClass, edges_of
 
 LATE_SHARE = 0.01
@@ -97,6 +98,8 @@ class Measuring:
         """Since this incarnation began; they go up with the report."""
         self.gaps: dict[Workload, Buckets] = {w: Buckets() for w in Workload}
         """Of all time, for Prometheus."""
+        self.reuse = Reuse()
+        """What requests had in common with those before."""
 
     def accepted(self, request: Request, prompt_tokens: int, arrival: float, age_s: float) -> Ongoing:
         """It has its place here. `arrival` is when this worker got it."""
@@ -105,6 +108,7 @@ class Measuring:
         infinite = float("inf")
         if request.resume is None:
             self.intervals.add(measures.PROMPT, prompt_tokens)
+            self.reuse.sessions.request(request.session_id, arrival)
         return Ongoing(
             request.request_id,
             workload,
@@ -149,6 +153,7 @@ class Measuring:
         counters[measures.PROMPT_TOKENS] += end.prompt_tokens
         counters[measures.OUTPUT_TOKENS] += end.output_tokens
         counters[measures.CACHED_TOKENS] += end.cached_tokens
+        self.reuse.prefixes.hit(end.cached_tokens, end.at)
         if one is None:
             return
         self._running.discard(one)

@@ -52,7 +52,10 @@ class Membership:
         self._health = health
         self._measuring = measuring
         self._standing = standing
+        self._told = commands.told.in_force if commands.told is not None else {}
         self._incarnation = uuid.uuid4().hex
+        self._said = engine.limits
+        """What the control plane has been told that the engine can do."""
         self._link = ControlLink(
             settings.control,
             self._hello,
@@ -78,6 +81,18 @@ class Membership:
         died = control_pb2.EngineDied(message=death.words, out_of_memory=death.out_of_memory)
         self._link.send_event(control_pb2.NodeEvent(engine_died=died))
 
+    def say_limits(self) -> None:
+        """The engine can do something else than before: everybody who keeps what it can do is told at once."""
+        limits = self._engine.limits
+        if limits == self._said:
+            return
+        self._said = limits
+        self._keeper.node = node_of(self._settings, self._engine)
+        event = control_pb2.LimitsChanged(limits=codec.encode_limits(limits))
+        self._link.send_event(control_pb2.NodeEvent(limits_changed=event))
+        # Blocks are counted in another size now: a load of before would be read in the wrong one.
+        self._link.report_soon()
+
     def _hello(self) -> control_pb2.Hello:
         s, node = self._settings, node_of(self._settings, self._engine)
         held = self._keeper.held
@@ -95,6 +110,7 @@ class Membership:
             address=self._address,
             metrics_address=s.metrics,
             pid=os.getpid(),
+            told=self._told,
         )
 
     def _scheduler_counters(self) -> dict[str, int]:
@@ -103,6 +119,8 @@ class Membership:
 
     def report(self) -> control_pb2.Report:
         """How it fares now, and what was measured since it was asked before."""
+        # An engine that changed by itself is told of here.
+        self.say_limits()
         # Health looks twice a second; whoever drains must not be said to serve meanwhile.
         state = NodeState.DRAINING if self._serving.draining else self._health.state
         now = time.monotonic()

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from services.worker.measuring import GAP_EDGES_MS, Buckets, End, Ongoing
 from services.worker.standing import Standing
 from trimtab import measures
+from trimtab.blocks import LADDER
 from trimtab.messages import Load, Workload
 from trimtab.scheduling import BY_LENGTH, NOW, LengthClass
 from trimtab.snapshot import Limits
@@ -30,7 +31,7 @@ class Watched:
     """What gauges are read from when they are scraped, so that they are never stale. Callables answer at once."""
 
     load: Callable[[], Load]
-    limits: Limits
+    limits: Callable[[], Limits]
     steps: Callable[[], int]
     serving: Callable[[], bool]
     scheduler: Callable[[], Mapping[str, float]]
@@ -99,7 +100,7 @@ class _Scheduler(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         for name, value in stats.items():
-            if name not in _LENGTHS:
+            if name not in _LENGTHS and name not in _ELSEWHERE:
                 family = _family(name, now=name in NOW or "max_" in name)
                 family.add_metric([], value)
                 yield family
@@ -134,7 +135,8 @@ class _Engine(Collector):
             family.add_metric([self._model], value)
             yield family
         info = GaugeMetricFamily("vllm:cache_config_info", "Cache sizes", labels=["block_size", "num_gpu_blocks"])
-        info.add_metric([str(w.limits.block_size), str(w.limits.total_blocks)], 1)
+        limits = w.limits()
+        info.add_metric([str(limits.block_size), str(limits.total_blocks)], 1)
         yield info
         yield GaugeMetricFamily(
             "trimtab_worker_queued_prefill_tokens", "Prompt tokens not yet computed", value=load.queued_prefill_tokens
@@ -150,7 +152,17 @@ _TEXTS = {
     measures.RSS_BYTES: "Resident memory of all the worker's processes",
     measures.COLD_WAITING: "BATCH requests with cold prompts that wait",
     measures.HUNG_S: "For how long the engine has been found hung",
+    measures.SESSION_TURNS: "Requests of a session on average, of those with two or more in the last ten minutes",
+    measures.DECODE_DEVIATION: "Deviation of the time of decode steps, in shares of its mean",
+    measures.PREFILL_TOKENS_PER_S: "Prompt tokens that full steps compute in a second, by what steps took",
 }
+_BY_SIZE: tuple[tuple[str, str, Callable[[int], str]], ...] = (
+    ("kv_waste", "Of the slots in requests' KV blocks, the share that would hold no token", measures.block_waste),
+    ("prefix_kept", "Of the prompt tokens from the prefix cache, the share in whole blocks", measures.prefix_kept),
+)
+"""By block size, of those that the engine accepts."""
+_ELSEWHERE = {"decode_deviation", *(f"waste_{size}" for size in LADDER)}
+"""Statistics that gauges above tell."""
 
 
 class _Standing(Collector):
@@ -163,19 +175,23 @@ class _Standing(Collector):
         w = self._w
         gauges = w.standing.gauges(w.now())
         for name, text in _TEXTS.items():
-            if name in gauges:
-                unit = "hung_seconds" if name == measures.HUNG_S else name
-                yield GaugeMetricFamily(f"trimtab_worker_{unit}", text, value=gauges[name])
+            unit = "hung_seconds" if name == measures.HUNG_S else name
+            # Declared also while nothing is known, without a sample: a name that comes and goes looks like one that is misspelt.
+            yield GaugeMetricFamily(f"trimtab_worker_{unit}", text, value=gauges.get(name))
         for what in ("running", "waiting"):
             family = GaugeMetricFamily(f"trimtab_worker_{what}", f"Requests that are {what}", labels=["workload"])
             for workload in Workload:
                 if (name := f"{workload.value}_{what}") in gauges:
                     family.add_metric([workload.value], gauges[name])
             yield family
-        fragmentation = w.standing.fragmentation()
-        if fragmentation is not None:
-            text = "Of the slots in held KV blocks, the share without a token"
-            yield GaugeMetricFamily("trimtab_worker_kv_fragmentation", text, value=fragmentation)
+        text = "Of the slots in held KV blocks, the share without a token"
+        yield GaugeMetricFamily("trimtab_worker_kv_fragmentation", text, value=gauges.get(measures.FRAGMENTATION))
+        for what, text, name_of in _BY_SIZE:
+            family = GaugeMetricFamily(f"trimtab_worker_{what}", text, labels=["block_size"])
+            for size in LADDER:
+                if (name := name_of(size)) in gauges:
+                    family.add_metric([str(size)], gauges[name])
+            yield family
         text = "Requests that wait for each that may run (batch.active)"
         yield GaugeMetricFamily("trimtab_worker_scheduler_pressure", text, value=w.standing.pressure())
         yield self._gaps()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from services.worker.engines import Engine
 from services.worker.gate import Gate
 from services.worker.health import Health
 from services.worker.resident import Resident
 from trimtab import measures
+from trimtab.blocks import LADDER
 from trimtab.messages import Load, Workload
 from trimtab.policy import Policy
+from trimtab.reuse import Reuse
+from trimtab.scheduling.resident import NOBODY
+from trimtab.scheduling.steptime import KNEES
 
 _OF = {
     Workload.REALTIME: (measures.REALTIME_RUNNING, measures.REALTIME_WAITING),
@@ -19,9 +23,18 @@ _OF = {
 
 
 class Standing:
+    """`reuse` is what requests have in common with those before; without it nothing is said of that."""
+
     def __init__(
-        self, engine: Engine, gate: Gate, health: Health, policy: Callable[[], Policy], resident: Resident
+        self,
+        engine: Engine,
+        gate: Gate,
+        health: Health,
+        policy: Callable[[], Policy],
+        resident: Resident,
+        reuse: Reuse | None = None,
     ) -> None:
+        self._reuse = reuse or Reuse()
         self._engine = engine
         self._gate = gate
         self._health = health
@@ -39,6 +52,11 @@ class Standing:
             measures.STORED_TOKENS: stats.get("stored_tokens"),
             measures.RSS_BYTES: self._resident.bytes,
             measures.HUNG_S: self._health.hung_s(now),
+            measures.FRAGMENTATION: self.fragmentation(),
+            measures.DECODE_DEVIATION: stats.get("decode_deviation") or None,
+            measures.PREFILL_TOKENS_PER_S: prefill_rate(stats, policy.prefill.step_tokens),
+            measures.SESSION_TURNS: self._reuse.sessions.turns(now),
+            **self._by_block_size(stats, now),
         }
         for workload, (running, waiting) in _OF.items():
             found[running] = stats.get(f"{workload.value}_running")
@@ -54,6 +72,17 @@ class Standing:
             gauges[measures.BUSY] = self._busy.share(busy_ms, now)
         return gauges
 
+    def _by_block_size(self, stats: Mapping[str, float], now: float) -> dict[str, float | None]:
+        """Of the sizes that the engine accepts, and the one that it has."""
+        limits = self._engine.limits
+        found: dict[str, float | None] = {}
+        for size in LADDER:
+            if size == limits.block_size or size in limits.block_sizes:
+                wasted = stats.get(f"waste_{size}", NOBODY)
+                found[measures.block_waste(size)] = None if wasted == NOBODY else wasted
+                found[measures.prefix_kept(size)] = self._reuse.prefixes.kept(size, now)
+        return found
+
     def busy_ms(self, now: float) -> float | None:
         """What the engine has spent in steps, the one in flight with it; None where it can't tell."""
         busy_ms = self._engine.stats().get("busy_ms")
@@ -67,10 +96,12 @@ class Standing:
         return (self._gate.waiting + self._engine.load().waiting) / self._policy().batch.active
 
     def fragmentation(self) -> float | None:
-        """Of the slots in blocks that requests hold, the share that holds no token; None where no block is held."""
+        """Of the slots in blocks that requests hold, the share that holds no token; None where no block is held, or where blocks
+        hold different numbers of tokens.
+        """
         load, stored = self._engine.load(), self._engine.stats().get("stored_tokens")
         slots = self._held_blocks(load) * self._engine.limits.block_size
-        if stored is None or slots <= 0:
+        if stored is None or slots <= 0 or not self._engine.even_blocks:
             return None
         # Blocks that several requests share hold more tokens than they have slots.
         return max(0.0, (slots - stored) / slots)
@@ -78,6 +109,21 @@ class Standing:
     def _held_blocks(self, load: Load) -> int:
         """By requests."""
         return max(0, load.total_blocks - load.free_blocks - self._engine.own_blocks)
+
+
+def prefill_rate(stats: Mapping[str, float], step_tokens: int) -> float | None:
+    """Prompt tokens a second in steps of `step_tokens`, by what the scheduler has learned of its steps; None until it has seen a prompt.
+
+    What attention to a long context costs beside is left out.
+    """
+    ms_per_token, first, last = (
+        stats.get(f"step_ms_{name}", 0.0) for name in ("per_prefill_token", "above_first_knee", "above_last_knee")
+    )
+    below_first, below_last = KNEES
+    work_ms = (
+        ms_per_token * step_tokens + first * max(0, step_tokens - below_first) + last * max(0, step_tokens - below_last)
+    )
+    return step_tokens / (stats.get("step_constant_ms", 0.0) + work_ms) * 1000.0 if work_ms > 0.0 else None
 
 
 class Busy:

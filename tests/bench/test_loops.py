@@ -9,7 +9,7 @@ import pytest
 
 from services.bench.loops import figures
 from services.bench.loops.block import Block, Request, Written, batch_speed, of_json, turns_per_minute, violations
-from services.bench.loops.course import Found, _chosen, written
+from services.bench.loops.course import Found, chosen, written
 from services.bench.loops.plan import CONTROLLERS, DEFAULT, FOUR, WITH, WITHOUT, Course, arrivals, mean
 from services.bench.processes import BenchError
 from trimtab.messages import Workload
@@ -50,11 +50,11 @@ def test_every_arm_says_of_every_loop_whether_it_acts() -> None:
 
 
 def test_arms_are_chosen_by_name() -> None:
-    assert _chosen(()) == FOUR
-    assert _chosen(("ablations",)) == (FOUR[2], FOUR[3], *WITHOUT, *WITH)
-    assert _chosen(("both",)) == (FOUR[3],)
+    assert chosen((), FOUR) == FOUR
+    assert chosen(("ablations",), FOUR) == (FOUR[2], FOUR[3], *WITHOUT, *WITH)
+    assert chosen(("both",), FOUR) == (FOUR[3],)
     with pytest.raises(BenchError, match="no arm is called 'nobody'"):
-        _chosen(("nobody",))
+        chosen(("nobody",), FOUR)
 
 
 def test_a_request_without_a_token_or_with_an_error_missed_its_objective() -> None:

@@ -86,6 +86,7 @@ def a_worker(
         measures.COLD_WAITING: 1.0,
         measures.KV_USED: 0.5,
         measures.STORED_TOKENS: 7600.0,
+        measures.FRAGMENTATION: 0.05,
         measures.KV_BYTES_PER_TOKEN: 1e5,
         measures.RSS_BYTES: 4e9,
         measures.BUSY: 0.8,

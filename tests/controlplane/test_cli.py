@@ -102,9 +102,13 @@ async def test_thresholds_beyond_a_workers_window_are_inactive(shell: Shell) -> 
         fields = (await shell.json("policy", "get", *words))["fields"]
         return [path for path, f in fields.items() if f["inactive"]]
 
-    assert await inactive("--node", "w1") == ["paths.hot_below", "serial.above", "isolate.from_tokens"]
-    assert await inactive("--node", "w2") == ["serial.above", "isolate.from_tokens"]
-    assert await inactive() == ["serial.above", "isolate.from_tokens"], "what no connected worker acts on"
+    assert await inactive("--node", "w1") == [
+        "paths.hot_below", "serial.above", "isolate.from_tokens", "block_plan.mixed_from",
+    ]  # fmt: skip
+    assert await inactive("--node", "w2") == ["serial.above", "isolate.from_tokens", "block_plan.mixed_from"]
+    assert await inactive() == ["serial.above", "isolate.from_tokens", "block_plan.mixed_from"], (
+        "what no connected worker acts on"
+    )
     result = await shell("policy", "get", "--node", "w1")
     assert "paths.hot_below 4096 tokens default; inactive: beyond the window" in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80

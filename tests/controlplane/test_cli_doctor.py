@@ -198,3 +198,17 @@ def test_the_document_names_every_symptom_and_every_setting_of_alerts() -> None:
     settings = [f.name for f in dataclasses.fields(ControlSettings) if f.name.startswith("alert")]
     assert [name for name in (*SYMPTOMS, *settings) if f"`{name}`" not in text] == []
     assert len(settings) == 2
+
+
+async def test_fix_changes_a_block_size_and_tells_the_way_back(shell: Shell) -> None:
+    limits = {"block_size": 256, "block_sizes": [32, 64, 256], "live_blocks": True}
+    fewer = windows(lambda ago: a_window(100 - ago, 5.0 * ago + 1, output_tokens=2000 if ago < 6 else 5000))
+    wasteful = a_worker(windows=fewer, limits=limits, gauges={measures.FRAGMENTATION: 0.5})
+    shell.tells.answer = a_telemetry(a_gateway(), wasteful)
+    changed = control_pb2.ReblockResult(change_ms=6.0, recompute_tokens=120, after_block_size=64)
+    shell.worker.obeys = lambda _: control_pb2.CommandResult(ok=True, reblock=changed)
+    done = (await shell.json("--symptom", "throughput", "--fix", "--yes"))["done"]
+    assert [(d["done"], d["undo"]) for d in done] == [(True, "trimtab reblock w0 256")]
+    assert "in 6 ms, 120 tokens to compute anew" in done[0]["said"]
+    (command,) = shell.worker.commands.value
+    assert command.reblock.block_size == 64 and command.reblock.when != control_pb2.REBLOCK_WHEN_NOW

@@ -138,10 +138,15 @@ def test_builds_more_than_a_minor_version_apart_are_found() -> None:
 def test_every_fix_is_a_command_that_the_command_line_takes() -> None:
     mix = some_lengths(recent_prompts=admin_pb2.Quantiles(count=1000, p50=900, p95=5000, p99=GIANT, max=2 * GIANT))
     counters = {measures.OUT_OF_MEMORY: 1, measures.RECOMPUTED_TOKENS: 9000, measures.REALTIME_WAIT_MS: 50_000}
-    slow = {**SLOW, "output_tokens": 2000, "counters": counters}
+    slow = {**SLOW, "output_tokens": 200, "counters": counters}
     policy = {f"loops.{name}": "off" for name in ("clusters", "isolation", "heal", "oom", "priority", "batch")}
     case = a_case(
-        a_worker(windows=recent(slow), load={"running": 48, "waiting": 9}),
+        a_worker(
+            windows=recent(slow),
+            load={"running": 48, "waiting": 9},
+            gauges={measures.FRAGMENTATION: 0.5},
+            limits={"block_size": 256, "block_sizes": [32, 256], "live_blocks": True},
+        ),
         leaking(20, "w2"),
         a_worker("w1", state=control_pb2.NODE_STATE_HUNG),
         lengths=[mix],

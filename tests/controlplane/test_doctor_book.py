@@ -165,12 +165,12 @@ def test_a_worker_that_was_lost_took_its_part_of_the_throughput_with_it() -> Non
     ("node", "more", "says"),
     [
         (
-            {"gauges": {measures.STORED_TOKENS: 4000.0}},
+            {"gauges": {measures.FRAGMENTATION: 0.5}},
             {},
             "w0: 50% of the slots in held blocks are empty (block size 16)",
         ),
         (
-            {"limits": {"block_size": 256}, "gauges": {measures.STORED_TOKENS: 120_000.0}},
+            {"limits": {"block_size": 256, "block_sizes": [32, 128, 256]}},
             {},
             "half a block of 256 is 21% of the median request of 600 tokens",
         ),
@@ -182,6 +182,27 @@ def test_a_worker_that_was_lost_took_its_part_of_the_throughput_with_it() -> Non
 def test_each_cause_of_a_fall_is_told_with_its_figures(node: Any, more: Any, says: str) -> None:
     finding = found(a_case(a_worker(windows=recent(FEWER), **node), **more), "throughput")
     assert finding.verdict is FOUND and says in finding.said
+
+
+@pytest.mark.parametrize(
+    ("limits", "command"),
+    [
+        ({"block_sizes": [32, 64, 96, 128, 256], "live_blocks": True}, "trimtab reblock w0 96"),
+        ({"block_sizes": [128, 256], "live_blocks": True}, "trimtab reblock w0 128"),
+        ({"block_sizes": [64, 256]}, "trimtab rollout restart --node w0 --set worker.block_size=64"),
+    ],
+)
+def test_blocks_that_are_large_beside_the_requests_offer_the_largest_accepted_that_is_not(
+    limits: Any, command: str
+) -> None:
+    node = a_worker(windows=recent(FEWER), limits={"block_size": 256, **limits})
+    finding = found(a_case(node), "throughput")
+    assert [fix.command for fix in finding.fixes if "256" in fix.does or "KV blocks" in fix.does] == [command]
+
+
+def test_an_engine_that_takes_no_smaller_blocks_has_none_too_large() -> None:
+    node = a_worker(windows=recent(FEWER), limits={"block_size": 256, "block_sizes": [256]})
+    assert "half a block" not in found(a_case(node), "throughput").said
 
 
 def test_work_done_twice_is_a_cause_and_offers_fewer_at_once() -> None:

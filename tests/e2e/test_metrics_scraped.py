@@ -70,7 +70,7 @@ async def traffic(gateway: str) -> None:
     """Both workloads, short prompts and long ones, some side by side; all of them end well."""
     async with Client(gateway) as client:
         requests = [
-            Request("", "simulated", prompt, Sampling(max_tokens=8), workload)
+            Request("", "simulated", prompt, Sampling(max_tokens=8), workload, session_id="talk")
             for workload in Workload
             for prompt in (HOT, HOT, COLD)
         ]

@@ -185,3 +185,22 @@ async def test_least_loaded_wins_and_own_requests_count_before_the_load_shows_th
     await asyncio.gather(*(w.hears("start", times=3) for w in workers))
     go_on.set()
     await asyncio.gather(*asking)
+
+
+async def test_a_canary_gets_the_weight_that_the_view_says_and_a_view_on_disk_says_none(start_worker, tmp_path):
+    worker = await start_worker()
+    cache = tmp_path / "fleet.binpb"
+
+    def weight(endpoints: Endpoints) -> float:
+        return endpoints.get("w0").candidate(m.Workload.REALTIME, 0.0).weight
+
+    async with some_endpoints(cache=cache) as endpoints:
+        endpoints.on_fleet(a_view(worker))
+        assert weight(endpoints) == 1.0
+        view = a_view(worker)
+        view.workers[0].weight = 0.25
+        endpoints.on_fleet(view)
+        assert weight(endpoints) == 0.25
+    async with some_endpoints(cache=cache) as endpoints:
+        # Who knows whether the rollout still lives.
+        assert weight(endpoints) == 1.0

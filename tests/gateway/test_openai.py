@@ -70,6 +70,12 @@ async def test_chat_streamed(world):
     assert len({c.id for c in chunks}) == 1
 
 
+async def test_prompt_cache_key_names_the_session(world):
+    client, worker, _ = world
+    await client.chat.completions.create(model="m", messages=SAY, prompt_cache_key="talk-7")
+    assert (await worker.hears("start")).generate_request.session_id == "talk-7"
+
+
 async def test_completion(world):
     client, worker, _ = world
     answer = await client.completions.create(model="m", prompt="Say", stop=["a", "b"], seed=7, user="somebody")

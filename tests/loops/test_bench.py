@@ -48,21 +48,12 @@ def goals() -> dict[str, Goal]:
     return {g.name: g for g in bench_loops.goals([row_of(scenario, Arm("trimtab", on)) for on in (False, True)])}
 
 
-ALL_REALTIME = "step: REALTIME P99 from window 6 on, ms"
-
-
 def test_after_a_step_of_load_realtime_is_inside_within_six_windows_and_batch_back_within_twelve(
     goals: dict[str, Goal],
 ) -> None:
     assert len(goals) == 5
-    assert {name: g.met for name, g in goals.items() if name != ALL_REALTIME} == {
-        name: True for name in goals if name != ALL_REALTIME
-    }
-
-
-@pytest.mark.xfail(strict=True, reason="REALTIME and cold waits for a place below batch.hard_cap, which BATCH fills")
-def test_after_a_step_of_load_long_realtime_prompts_are_inside_too(goals: dict[str, Goal]) -> None:
-    assert goals[ALL_REALTIME].met
+    assert "step: REALTIME P99 from window 6 on, ms" in goals
+    assert {name: g.met for name, g in goals.items()} == dict.fromkeys(goals, True)
 
 
 def test_an_arm_without_loops_is_one_in_which_nobody_does_anything() -> None:

@@ -31,7 +31,7 @@ from trimtab.simulation import (
     run,
 )
 from trimtab.sketch import Sketch
-from trimtab.snapshot import Adjustment, Document, Scope
+from trimtab.snapshot import Adjustment, Document, Limits, Scope
 from trimtab.workload import Source, arrivals
 
 SOURCES = [people((0, 5), (60, 0)), documents((0, 1), (60, 0))]
@@ -44,6 +44,7 @@ class Listener:
         self.reports: dict[str, list[tuple[float, Report]]] = {}
         self.hellos: list[Hello] = []
         self.gone: list[tuple[str, bool]] = []
+        self.limits: list[tuple[str, Limits]] = []
         self._orders = orders or {}
 
     def joined(self, hello: Hello, now: float) -> None:
@@ -54,6 +55,9 @@ class Listener:
 
     def reported(self, node_id: str, report: Report, now: float) -> None:
         self.reports.setdefault(node_id, []).append((now, report))
+
+    def limits_changed(self, node_id: str, limits: Limits) -> None:
+        self.limits.append((node_id, limits))
 
     def tick(self, now: float) -> Orders:
         return self._orders.get(round(now), Orders())
@@ -154,7 +158,8 @@ def test_reports_say_what_happened_under_the_names_that_nodes_use() -> None:
     mesh = a_mesh(control=heard, fleet=a_fleet(2))
     reports = [r for node_id, found in heard.reports.items() if node_id.startswith("default") for _, r in found]
     assert {name for r in reports for name in r.sketches} <= set(measures.SKETCHES)
-    assert {name for r in reports for name in r.gauges} == set(measures.GAUGES)
+    gauges = {name for r in reports for name in r.gauges}
+    assert set(measures.GAUGES) <= gauges <= {*measures.GAUGES, *measures.AT_TIMES}
     first_tokens = sum(
         Sketch.from_bytes(data).count for r in reports for name, data in r.sketches.items()
         if name in {measures.ttft(w, p) for w in Workload for p in (measures.HOT, measures.COLD)}

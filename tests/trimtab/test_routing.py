@@ -168,3 +168,24 @@ def test_two_draws_keep_a_large_fleet_even():
         fleet[chosen] = replace(fleet[chosen], load=Load(running=load[chosen]))
     assert len(fleet) > SCANNED
     assert max(load.values()) <= 24
+
+
+def test_a_worker_gets_its_weight_of_what_it_would_get_by_itself_and_all_of_it_where_nobody_else_is():
+    fleet = [a_worker("canary", weight=0.5), *a_fleet(3)]
+    found = Counter(pick(fleet, Want(), draw(i)).node_id for i in range(2000))
+    assert 0.09 < found["canary"] / 2000 < 0.16  # half of a quarter
+    assert pick([a_worker("canary", weight=0.01)], Want(), draw()).node_id == "canary"
+    full = [a_worker("canary", weight=0.01), a_worker("w0", room=0)]
+    assert pick(full, Want(), draw()).node_id == "canary"
+
+
+def test_a_session_stays_in_a_workers_share_or_out_of_it_and_prompts_that_begin_alike_do_not():
+    fleet = [a_worker("canary", weight=0.5), a_worker("w0", load=Load(running=3))]
+    ring = Ring([c.node_id for c in fleet])
+    chosen = {
+        s: {pick(fleet, Want(key=key_of(f"s{s}", b"")), draw(i), ring).node_id for i in range(20)} for s in range(40)
+    }
+    assert all(len(nodes) == 1 for nodes in chosen.values())
+    assert set().union(*chosen.values()) == {"canary", "w0"}
+    prompt = {pick(fleet, Want(key=key_of("", b"the same")), draw(i), ring).node_id for i in range(40)}
+    assert prompt == {"canary", "w0"}

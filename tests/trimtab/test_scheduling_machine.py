@@ -198,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
         if chosen:
             free = self.engine.free_blocks
             short = [i for i in p.waiting if i.express and i.blocks(BLOCK) > free]
-            assert short or any(i.express for i in started), "nobody came in the place of who made room"
+            assert short or any(i.protected for i in started), "nobody came in the place of who made room"
         if started:
             assert len(during) <= r.active
         if r.mode is Mode.TRIMTAB:
@@ -257,7 +257,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert sum(i.alone for i in during) == 1
         if any(i.serial for i in started):
             prefilling = [i for i in prefilling_before.values() if i.request_id not in preempted]
-            assert sum(i.serial for i in (*prefilling, *started)) <= r.serial_prefills
+            # One of BATCH keeps none of the protected from starting: it pauses then.
+            protected = [i for i in (*prefilling, *started) if i.serial and i.protected]
+            assert len(protected) <= r.serial_prefills or not any(i in protected for i in started)
+            mine = [i for i in started if i.serial and not i.protected]
+            assert not mine or sum(i.serial for i in prefilling) + len(mine) <= r.serial_prefills
 
     def check_overtaking(self, first_started, during, taken):
         """Nobody was first scheduled before a BATCH request that is older by more than the bound and could have run beside all these."""

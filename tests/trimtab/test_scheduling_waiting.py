@@ -21,14 +21,19 @@ def ids(items):
 def test_each_stands_in_the_line_of_its_class_and_all_in_one_order():
     r = rules(paths__hot_below=100, priority__max_overtake_ms=14)
     waiting = a_queue(
-        an_item("cold", REALTIME, 200, 3.0, r),
+        an_item("cold", BATCH, 300, 2.0, r),
+        an_item("long", REALTIME, 200, 3.0, r),
         an_item("hot", BATCH, 50, 1.0, r),
         an_item("express", REALTIME, 50, 9.0, r),
     )
-    assert [ids(line) for line in (waiting.express, waiting.hot, waiting.cold)] == [["express"], ["hot"], ["cold"]]
+    lines = (waiting.express, waiting.hot, waiting.cold_protected, waiting.cold)
+    assert [ids(line) for line in lines] == [["express"], ["hot"], ["long"], ["cold"]]
     # Realtime has a handicap of 2 ms, batch of 12.
-    assert ids(waiting) == ["cold", "express", "hot"]
-    assert (len(waiting), "hot" in waiting, waiting.get("cold").prompt_tokens) == (3, True, 200)
+    assert ids(waiting) == ["long", "express", "hot", "cold"]
+    assert (len(waiting), "hot" in waiting, waiting.get("long").prompt_tokens) == (4, True, 200)
+    assert (waiting.cold_count, waiting.cold_batch) == (2, 1)
+    assert [waiting.remove(i).request_id for i in ("long", "cold")] == ["long", "cold"]
+    assert (len(waiting), waiting.get("long"), waiting.cold_count, waiting.cold_batch) == (2, None, 0, 0)
 
 
 def test_new_rules_move_them_between_the_lines():
@@ -36,7 +41,7 @@ def test_new_rules_move_them_between_the_lines():
     waiting = a_queue(item)
     item.classify(rules(paths__hot_below=100))
     waiting.resort()
-    assert (len(waiting.express), ids(waiting.cold)) == (0, ["a"])
+    assert (len(waiting.express), ids(waiting.cold_protected)) == (0, ["a"])
     assert waiting.remove("a") is item
     assert waiting.remove("a") is None
 

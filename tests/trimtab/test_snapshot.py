@@ -178,9 +178,10 @@ def test_a_document_that_holds_what_no_field_takes_is_refused_by_the_node(path, 
         (0, ()),
         (131072, ()),
         (65536, ("isolate.from_tokens",)),
-        (8193, ("isolate.from_tokens",)),
-        (8192, ("serial.above", "isolate.from_tokens")),
-        (4096, ("paths.hot_below", "serial.above", "isolate.from_tokens")),
+        (16384, ("isolate.from_tokens", "block_plan.mixed_from")),
+        (8193, ("isolate.from_tokens", "block_plan.mixed_from")),
+        (8192, ("serial.above", "isolate.from_tokens", "block_plan.mixed_from")),
+        (4096, ("paths.hot_below", "serial.above", "isolate.from_tokens", "block_plan.mixed_from")),
     ],
 )
 def test_a_threshold_that_no_prompt_in_the_window_reaches_is_inactive(window, inactive):

@@ -70,7 +70,7 @@ def test_the_plug_in_grafts_its_calls_where_vllm_finds_it() -> None:
     from services.worker.engines import vllm_plugin
 
     vllm_plugin.install()
-    for call in ("trimtab_apply", "trimtab_steer", "trimtab_facts"):
+    for call in ("trimtab_apply", "trimtab_steer", "trimtab_facts", "trimtab_reblock"):
         assert callable(getattr(EngineCore, call))
     found = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
     assert found["trimtab"] == "services.worker.engines.vllm_plugin:register"
@@ -152,7 +152,7 @@ def test_the_front_process_has_the_calls_that_we_make() -> None:
 
     assert {
         "model", "scheduler_cls", "scheduling_policy", "additional_config", "enforce_eager", "disable_log_stats",
-        "enable_log_requests", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype",
+        "enable_log_requests", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype", "worker_extension_cls",
     } <= set(AsyncEngineArgs.__dataclass_fields__)  # fmt: skip
     assert {"engine_args", "stat_loggers"} <= set(parameters(AsyncLLM.from_engine_args))
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from services.worker.commands import Commands
+from services.worker.commands import Commands, Reblocking
 from tests.worker.conftest import a_request
 from tests.worker.test_policy_keeper import a_snapshot, push
 from tests.worker.test_steering import ALONE, LONG, begin, leave
@@ -183,3 +183,27 @@ async def test_a_reload_that_the_engine_refuses_says_why(commands):
     commands.reload = refuse
     result = await commands.obey(pb.Command(command_id="c", reload_policy=pb.ReloadPolicyCommand()))
     assert (result.ok, result.message) == (False, "not now")
+
+
+def reblock(block_size, **how):
+    return pb.Command(command_id="c", reblock=pb.ReblockCommand(block_size=block_size, **how))
+
+
+async def test_a_change_of_the_block_size_is_answered_with_what_it_did(rig, commands):
+    told = []
+    commands.reblocking = Reblocking(rig.engine, lambda: 2000, lambda: told.append(rig.engine.limits.block_size))
+    result = await commands.obey(reblock(64))
+    blocks = rig.engine.limits.total_blocks
+    assert result.ok and told == [64]
+    assert (result.reblock.before_block_size, result.reblock.after_block_size) == (16, 64)
+    assert (result.reblock.before_total_blocks, result.reblock.after_total_blocks) == (4 * blocks, blocks)
+    again = await commands.obey(reblock(64, dry_run=True))
+    assert again.ok and again.reblock.dry_run and again.reblock.before_block_size == 64
+
+
+async def test_an_engine_that_is_gone_changes_nothing_and_a_worker_without_one_knows_no_such_command(rig, commands):
+    assert await commands.obey(reblock(64)) is None
+    commands.reblocking = Reblocking(rig.engine, lambda: 2000, lambda: None)
+    await rig.engine.stop()
+    result = await commands.obey(reblock(64))
+    assert (result.ok, result.reason, rig.engine.limits.block_size) == (False, "ENGINE_DEAD", 16)

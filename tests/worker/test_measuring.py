@@ -210,3 +210,13 @@ def test_gaps_are_counted_up_to_each_edge():
     counts = dict(zip((*GAP_EDGES_MS, float("inf")), buckets.up_to(), strict=True))
     assert (counts[5.0], counts[10.0], counts[50.0], counts[75.0], counts[5000.0]) == (2, 3, 3, 4, 4)
     assert (counts[float("inf")], buckets.sum) == (5, pytest.approx(1_000_071.1))
+
+
+def test_turns_of_sessions_and_prefixes_are_those_of_requests_that_began_and_ended_here():
+    measuring = Bench().measuring
+    for i, resume in enumerate((None, None, Resume((1, 2), 2, 1, b""), None)):
+        request = Request(f"r{i}", "m", "", workload=REALTIME, session_id="s", resume=resume)
+        one = measuring.accepted(request, 200, ARRIVAL + i, 0.0)
+        measuring.ended(End(REALTIME, "ok", 200, 1, 100 * (i == 1), Timings(), ARRIVAL + i), one)
+    assert measuring.reuse.sessions.turns(ARRIVAL + 9) == 3.0, "what goes on here after another worker is no turn"
+    assert measuring.reuse.prefixes.kept(64, ARRIVAL + 9) == 64 / 100

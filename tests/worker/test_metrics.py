@@ -24,11 +24,9 @@ class AStanding:
     def gauges(self, now):
         return {
             "realtime_running": 3.0, "batch_running": 4.0, "realtime_waiting": 5.0, "batch_waiting": 6.0, "cold_waiting": 2.0,
-            "kv_used": 0.5, "rss_bytes": 1e9, "hung_s": 0.0,
+            "kv_used": 0.5, "rss_bytes": 1e9, "hung_s": 0.0, "fragmentation": 0.25, "block_waste_64": 0.125, "prefix_kept_256": 0.75,
+            "session_turns": 3.5, "decode_deviation": 0.1, "prefill_tokens_per_s": 4000.0,
         }  # fmt: skip
-
-    def fragmentation(self):
-        return 0.25
 
     def pressure(self):
         return 1.5
@@ -38,7 +36,7 @@ def metrics_of(stats=dict):
     """Metrics, and the measuring beside them."""
     metrics, measuring = WorkerMetrics("m"), Measuring(Policy, lambda: (0, 0), 0.0)
     metrics.watch(
-        Watched(Load, Limits(), lambda: 0, lambda: True, stats, AStanding(), measuring.gaps, lambda: 0.0)  # type: ignore[arg-type]
+        Watched(Load, Limits, lambda: 0, lambda: True, stats, AStanding(), measuring.gaps, lambda: 0.0)  # type: ignore[arg-type]
     )
     return metrics, measuring
 
@@ -73,7 +71,8 @@ def end_of(metrics, measuring, i=0, *, workload=Workload.REALTIME, prompt=100, o
 def test_every_statistic_is_a_metric():
     stats = {name: float(n) for n, name in enumerate(STATS)}
     kinds, samples = scraped(stats)
-    assert sorted(samples.values()) == sorted(stats.values())
+    gauges = {"decode_deviation", *(name for name in stats if name.startswith("waste_"))}
+    assert sorted(samples.values()) == sorted(value for name, value in stats.items() if name not in gauges)
     assert samples["trimtab_scheduler_forced_total", None] == stats["forced"]
     assert samples["trimtab_scheduler_step_error_ms", None] == stats["step_error_ms"]
     assert (kinds["trimtab_scheduler_forced"], kinds["trimtab_scheduler_step_error_ms"]) == ("counter", "gauge")
@@ -112,6 +111,11 @@ def test_resources_requests_and_what_is_delivered_are_there():
     expected = {
         ("trimtab_worker_kv_used",): 0.5,
         ("trimtab_worker_kv_fragmentation",): 0.25,
+        ("trimtab_worker_kv_waste", ("block_size", "64")): 0.125,
+        ("trimtab_worker_prefix_kept", ("block_size", "256")): 0.75,
+        ("trimtab_worker_session_turns",): 3.5,
+        ("trimtab_worker_decode_deviation",): 0.1,
+        ("trimtab_worker_prefill_tokens_per_s",): 4000.0,
         ("trimtab_worker_rss_bytes",): 1e9,
         ("trimtab_worker_scheduler_pressure",): 1.5,
         ("trimtab_worker_waiting", realtime): 5.0,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from services.worker.resident import Resident, resident_bytes
-from services.worker.standing import Busy, Standing
+from services.worker.standing import Busy, Standing, prefill_rate
 from tests.worker.conftest import a_request
 from tests.worker.test_steering import begin, leave
 from trimtab import measures
+from trimtab.blocks import LADDER
 from trimtab.messages import Load
 from trimtab.policy import Policy, with_fields
 from trimtab.progress import Pulse
+from trimtab.reuse import Reuse
+from trimtab.scheduling.resident import NOBODY
 from trimtab.v1 import inference_pb2 as pb
 
 LONG = 3000
@@ -57,7 +61,7 @@ async def test_queue_and_engine_are_told_together(rig, standing):
 
 
 def test_what_cannot_be_told_is_absent(rig, standing, monkeypatch):
-    assert set(standing.gauges(0.0)) | {measures.BUSY} == set(measures.GAUGES) - {measures.RSS_BYTES}
+    assert set(standing.gauges(0.0)) | {measures.BUSY} == set(measures.GAUGES) - {measures.RSS_BYTES}, "an idle one"
     monkeypatch.setattr(rig.engine, "stats", dict)
     monkeypatch.setattr(rig.engine, "load", Load)
     monkeypatch.setattr(rig.engine, "kv_bytes_per_token", 0.0)
@@ -120,3 +124,32 @@ async def test_memory_is_that_of_all_processes_below():
             await asyncio.sleep(0.005)
     assert resident.bytes > 10 << 20
     task.cancel()
+
+
+async def test_waste_and_prefixes_are_told_of_the_sizes_that_the_engine_accepts(rig, standing, monkeypatch):
+    names = {f"waste_{size}": 0.25 for size in LADDER}
+    monkeypatch.setattr(rig.engine, "stats", lambda: names)
+    monkeypatch.setattr(rig.engine, "limits", replace(rig.engine.limits, block_size=16, block_sizes=(32, 64)))
+    gauges = standing.gauges(0.0)
+    assert {n for n in gauges if n in measures.BY_BLOCK_SIZE} == {f"block_waste_{size}" for size in (16, 32, 64)}
+    reuse = Reuse()
+    reuse.prefixes.hit(48, 0.0)
+    reuse.sessions.request("s", 0.0)
+    reuse.sessions.request("s", 1.0)
+    standing._reuse = reuse
+    gauges = standing.gauges(2.0)
+    assert [gauges[measures.prefix_kept(size)] for size in (16, 32, 64)] == [1.0, 32 / 48, 0.0]
+    assert gauges[measures.SESSION_TURNS] == 2.0
+    names.update(dict.fromkeys(names, NOBODY), decode_deviation=0.0)
+    assert not {measures.block_waste(16), measures.DECODE_DEVIATION} & set(standing.gauges(2.0))
+    names["decode_deviation"] = 0.4
+    assert standing.gauges(2.0)[measures.DECODE_DEVIATION] == 0.4
+
+
+def test_the_prefill_rate_is_that_of_whole_steps_and_unknown_before_any():
+    stats = {"step_constant_ms": 10.0, "step_ms_per_prefill_token": 0.01}
+    assert prefill_rate(stats, 1000) == pytest.approx(1000 / 0.020)
+    stats["step_ms_above_last_knee"] = 0.02
+    assert prefill_rate(stats, 1256) == pytest.approx(1256 / (10.0 + 12.56 + 20.0) * 1000)
+    assert prefill_rate({"step_constant_ms": 10.0}, 1000) is None
+    assert prefill_rate({}, 1000) is None

@@ -14,6 +14,7 @@ from trimtab.v1 import control_pb2, inference_pb2
 MAX_WORD = 512
 """Characters of anything that a node calls itself."""
 MAX_LABELS = 64
+MAX_BLOCK_SIZES = 64
 MAX_COUNTERS = 512
 MAX_SKETCHES = 24
 MAX_SKETCH_BYTES = 4 << 10
@@ -56,11 +57,16 @@ def encode_limits(x: s.Limits) -> control_pb2.EngineLimits:
         block_size=x.block_size,
         total_blocks=x.total_blocks,
         engine=x.engine,
+        block_sizes=x.block_sizes,
+        live_blocks=x.live_blocks,
     )
 
 
 def decode_limits(pb: control_pb2.EngineLimits) -> s.Limits:
-    return s.Limits(pb.max_num_seqs, pb.max_step_tokens, pb.max_model_len, pb.block_size, pb.total_blocks, pb.engine)
+    return s.Limits(
+        pb.max_num_seqs, pb.max_step_tokens, pb.max_model_len, pb.block_size, pb.total_blocks, pb.engine,
+        tuple(pb.block_sizes[:MAX_BLOCK_SIZES]), pb.live_blocks,
+    )  # fmt: skip
 
 
 def decode_node(pb: control_pb2.Hello) -> s.Node:
@@ -88,6 +94,7 @@ def encode_hello(x: m.Hello) -> control_pb2.Hello:
         address=x.address,
         metrics_address=x.metrics_address,
         pid=x.pid,
+        told=x.told,
     )
 
 
@@ -104,6 +111,7 @@ def decode_hello(pb: control_pb2.Hello) -> m.Hello:
     _bounded(
         "Hello", [*said, pb.limits.engine, *(x for pair in pb.labels.items() for x in pair)], len(pb.labels), MAX_LABELS
     )
+    _bounded("Hello's settings", (x for pair in pb.told.items() for x in pair), len(pb.told), MAX_LABELS)
     return m.Hello(
         node=decode_node(pb),
         incarnation=pb.incarnation,
@@ -114,6 +122,7 @@ def decode_hello(pb: control_pb2.Hello) -> m.Hello:
         address=pb.address,
         metrics_address=pb.metrics_address,
         pid=pb.pid,
+        told=dict(pb.told),
     )
 
 

@@ -33,6 +33,20 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A certificate that a site needs: `hosts` are what clients from outside call it."""
+
+    kind: str
+    name: str
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """Of its files' names."""
+        return f"{self.kind}-{'any' if self.name == ANY_NAME else self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class About:
     """What a certificate says. `mesh`, `kind` and `name` are empty for one that is not of a mesh."""
 
@@ -42,7 +56,10 @@ class About:
     kind: str
     name: str
     hosts: tuple[str, ...]
+    """`KIND.MESH.trimtab` among them, where it serves."""
+    not_before: datetime.datetime
     not_after: datetime.datetime
+    serial: int
     authority: bool
 
 
@@ -81,10 +98,7 @@ def issue(
     """CertificateError for a kind that there is not, a name that a certificate can't hold, or an authority that can't sign. `hosts` are what
     clients from outside call it. It does not outlive the authority."""
     _check_mesh(mesh)
-    if kind not in KINDS:
-        raise CertificateError(f"{kind!r} is none of {', '.join(KINDS)}")
-    if name != ANY_NAME and not _NODE.fullmatch(name):
-        raise CertificateError(f"a name is 1 to 64 letters, digits, dots, dashes, underscores or @, or *; not {name!r}")
+    check_name(kind, name)
     try:
         ca = x509.load_pem_x509_certificate(signer.cert)
         ca_key = serialization.load_pem_private_key(signer.key, None)
@@ -113,6 +127,54 @@ def issue(
         .sign(ca_key, hashes.SHA256())
     )
     return _pair(cert, key)
+
+
+def renew(signer: Pair, pem: bytes, *, days: int | None, now: datetime.datetime) -> Pair:
+    """Another one for the same, with a new key: for as long as this one was made for, unless `days` says otherwise. CertificateError for one
+    that is not of the authority's mesh."""
+    old, mesh = about(pem), mesh_of(signer.cert)
+    if not old.kind:
+        raise CertificateError(f"{old.subject} is not of a mesh")
+    if mesh and old.mesh != mesh:
+        raise CertificateError(f"it is of mesh {old.mesh}, and the authority of mesh {mesh}")
+    lasts = days or max(1, round((old.not_after - old.not_before - BACKDATED) / datetime.timedelta(days=1)))
+    hosts = [host for host in old.hosts if host != f"{old.kind}.{old.mesh}.{SCHEME}"]
+    return issue(signer, old.mesh, old.kind, old.name, hosts=hosts, days=lasts, now=now)
+
+
+def wanted(words: str) -> Wanted:
+    """`KIND/NAME`, `KIND/NAME=HOST,HOST` or, as a line of a file has it, `KIND NAME HOST HOST`. CertificateError says what is wrong."""
+    who, _, hosts = words.partition("=")
+    kind, slash, name = who.partition("/")
+    if slash:
+        found = Wanted(kind.strip(), name.strip(), tuple(h.strip() for h in hosts.split(",") if h.strip()))
+    else:
+        kind, name, *more = words.split() if len(words.split()) > 1 else (words, "")
+        found = Wanted(kind, name, tuple(more))
+    check_name(found.kind, found.name)
+    for host in found.hosts:
+        _host(host)
+    return found
+
+
+def site(text: str) -> list[Wanted]:
+    """A file of them, one a line; what follows a # is for people. CertificateError names the line."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if said := line.partition("#")[0].strip():
+            try:
+                found.append(wanted(said))
+            except CertificateError as e:
+                raise CertificateError(f"line {number}: {e}") from e
+    return found
+
+
+def check_name(kind: str, name: str) -> None:
+    """CertificateError for a kind that there is not, and for a name that a certificate can't hold."""
+    if kind not in KINDS:
+        raise CertificateError(f"{kind!r} is none of {', '.join(KINDS)}")
+    if name != ANY_NAME and not _NODE.fullmatch(name):
+        raise CertificateError(f"a name is 1 to 64 letters, digits, dots, dashes, underscores or @, or *; not {name!r}")
 
 
 def mesh_of(authority_pem: bytes) -> str:
@@ -157,7 +219,9 @@ def about(pem: bytes) -> About:
         kind,
         name,
         tuple(hosts),
+        cert.not_valid_before_utc,
         cert.not_valid_after_utc,
+        cert.serial_number,
         is_authority,
     )
 

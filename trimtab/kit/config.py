@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass for each process, read once, with every error reported at once.
 
-Precedence: flag > TRIMTAB_<SECTION>_<KEY> > `[section]` of trimtab.toml > default. An unknown key is an error that names the nearest
-known one. Settings never overlap with policy fields: a setting is fixed for the life of a process, a policy is pushed.
+Precedence: told by the control plane > flag > TRIMTAB_<SECTION>_<KEY> > `[section]` of trimtab.toml > default. An unknown key is an error
+that names the nearest known one. Settings never overlap with policy fields: a setting is fixed for the life of a process, a policy is pushed.
 """
 
 from __future__ import annotations
@@ -155,8 +155,12 @@ def load(
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     file: Path | None = None,
+    told: Mapping[str, str] | None = None,
 ) -> T:
-    """Settings of one process. ConfigError lists every fault; `flags` with value None count as not given."""
+    """Settings of one process. ConfigError lists every fault; `flags` with value None count as not given.
+
+    `told` is laid over all of them: who supervises a process gives it flags, and what it was told must hold all the same.
+    """
     env = os.environ if env is None else env
     hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -184,6 +188,8 @@ def load(
     for name, raw in (flags or {}).items():
         if raw is not None and raw != ():
             take(name, raw, "command line", "--" + name.replace("_", "-"))
+    for name, raw in (told or {}).items():
+        take(name, raw, "told by the control plane", f"{section}.{name}")
     try:
         built = cls(**found)
     except ValueError as e:

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from trimtab.errors import BY_REASON, EngineFault, Internal, Outcome, TrimtabError, Violation, outcome_of
+from trimtab.kit import tls as certificates
 from trimtab.kit.tls import Tls, channel_credentials, from_environment, server_credentials
 
 DOMAIN = "trimtab"
@@ -40,6 +41,15 @@ CLIENT_DOOR_OPTIONS = [
     (name, MAX_REQUEST_BYTES if name == "grpc.max_receive_message_length" else value) for name, value in SERVER_OPTIONS
 ]
 """For a server whose callers are clients."""
+WORKER_OPTIONS: list[tuple[str, Any]] = [
+    *SERVER_OPTIONS,
+    # A gateway that vanished without a word (no FIN, no RST) leaves a connection that the kernel keeps for as long as it takes what is sent, and
+    # 20 s more. So a gateway from which nothing came for half a second is asked, and its requests end with the link when it does not answer.
+    # gRPC's own threads answer: a gateway whose event loop is busy is spared.
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 1500),
+]
+"""For a worker: requests of a gateway that is lost for 2 s are let go (DESIGN §3)."""
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -82,6 +92,23 @@ def channel(address: str, kind: str, *, tls: Tls | None = None) -> grpc.aio.Chan
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", using.name_of(kind))]
     return grpc.aio.secure_channel(address, channel_credentials(using), options=options)
+
+
+def generation(tls: Tls | None = None) -> int:
+    """Of the files that `channel` opens with now: another number than before means that a channel opened then shows an old certificate. 0 for
+    plain text, which never changes. CertificateError where the files were never good.
+    """
+    using = tls or _using()
+    return certificates.generation(using) if using is not None else 0
+
+
+async def renewal(since: int, *, tls: Tls | None = None) -> None:
+    """Until `generation` is another than this one; for ever with plain text."""
+    using = tls or _using()
+    if using is None:
+        await asyncio.Event().wait()
+    else:
+        await certificates.renewal(using, since)
 
 
 def tls_fault(said: str, kind: str, *, tls: Tls | None = None) -> str:

@@ -2,7 +2,8 @@
 
 A certificate says what it is for by a URI, `trimtab://MESH/KIND/NAME`, and, where it serves, by the DNS name `KIND.MESH.trimtab`. Whoever
 calls a control plane checks that name and not the address: a pod's address changes, and a worker's certificate must not pass for a control
-plane's. Files are read anew at each handshake when they have changed, so a certificate is renewed by writing the files.
+plane's. Files are read anew at each handshake when they have changed, so a certificate is renewed by writing the files. A connection that
+is there shows what it was opened with for as long as it lives: who keeps one for long opens another when `renewal` says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime
 import functools
 import ipaddress
 import os
+import random
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ SERVERS = ("control", *NODES)
 PEOPLE = ("viewer", "operator", "admin")
 KINDS = (*SERVERS, *PEOPLE)
 RENEW_S = 2.0
-"""How often an HTTPS server looks at its files; a gRPC server looks at each handshake."""
+"""How often an HTTPS server, and who keeps a connection for long, look at their files; a gRPC server looks at each handshake."""
 RUNS_OUT_SOON = datetime.timedelta(days=7)
 """Less than this is worth a warning at the start."""
 OTHERS = 0o007
@@ -196,6 +198,8 @@ class _Files:
     """The files as they are now, or the last good ones while somebody is writing them. One for all connections of a process, in and out."""
 
     def __init__(self, tls: Tls) -> None:
+        self.generation = 1
+        """Grows with each good set of files that is read."""
         self._tls = tls
         self._seen = self._stamp()
         self._good = tls.read()
@@ -206,8 +210,11 @@ class _Files:
         if stamp != self._seen:
             self._seen = stamp
             try:
-                self._good = self._tls.read()
-                log.info("certificate renewed", cert=str(self._tls.cert))
+                good = self._tls.read()
+                if good != self._good:
+                    self._good = good
+                    self.generation += 1
+                    log.info("certificate renewed", cert=str(self._tls.cert))
             except CertificateError as e:
                 log.warning("certificate not renewed; the last good one holds", because=str(e))
         return self._good
@@ -241,23 +248,47 @@ def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
+def generation(tls: Tls) -> int:
+    """A number that grows when the files hold another good set. CertificateError where they were never good."""
+    files = _files(tls)
+    files.now()
+    return files.generation
+
+
+async def renewal(tls: Tls, since: int) -> None:
+    """Until the files hold a later generation than this one. Who waits for the same files looks at moments of his own, so that a whole mesh
+    does not move at once.
+    """
+    while generation(tls) == since:
+        await asyncio.sleep(RENEW_S * random.uniform(0.5, 1.5))
+
+
 class HttpCertificate:
-    """For an HTTPS server: a context whose certificate is read anew when the files change. With `asks_clients` a certificate that a client
-    shows must be of the authority; who shows none gets through the handshake, and is the handler's to judge."""
+    """For an HTTPS server: a context whose files are read anew when they change, authorities that are taken away included. With
+    `asks_clients` a certificate that a client shows must be of the authority; who shows none gets through the handshake, and is the handler's
+    to judge.
+    """
 
     def __init__(self, tls: Tls, *, asks_clients: bool = False) -> None:
         self._tls = tls
         self._stamp = tls.stamp()
         self._asks_clients = asks_clients
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._load()
+        self._newest = self._made()
+        self.context = self._made()
+        # Asked at each handshake, whether or not the client names a host: a context can be given authorities, and none taken away.
+        self.context.sni_callback = self._hand_on
 
-    def _load(self) -> None:
+    def _made(self) -> ssl.SSLContext:
         self._tls.read()
-        self.context.load_cert_chain(self._tls.cert, self._tls.key)
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.load_cert_chain(self._tls.cert, self._tls.key)
         if self._asks_clients:
-            self.context.verify_mode = ssl.CERT_OPTIONAL
-            self.context.load_verify_locations(self._tls.ca)
+            made.verify_mode = ssl.CERT_OPTIONAL
+            made.load_verify_locations(self._tls.ca)
+        return made
+
+    def _hand_on(self, connection: ssl.SSLObject, _: str, __: ssl.SSLContext) -> None:
+        connection.context = self._newest
 
     async def renew(self) -> None:
         """For ever."""
@@ -267,8 +298,8 @@ class HttpCertificate:
                 stamp = self._tls.stamp()
                 if stamp != self._stamp:
                     self._stamp = stamp
-                    self._load()
-            except (CertificateError, OSError) as e:
+                    self._newest = self._made()
+            except (CertificateError, OSError, ssl.SSLError) as e:
                 log.warning("HTTPS certificate not renewed; the last good one holds", because=str(e))
 
 

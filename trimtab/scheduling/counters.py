@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from trimtab.blocks import LADDER
 from trimtab.messages import Workload
 from trimtab.scheduling.lengths import LengthClass
 
@@ -20,6 +22,58 @@ class Waits:
         self.count += 1
         self.sum_ms += ms
         self.max_ms = max(self.max_ms, ms)
+
+
+ENOUGH_STEPS = 50
+"""Decode steps of one length class, before their spread says anything."""
+OLD_STEPS = 1000
+"""A class that was part of none of the last so many decode steps says nothing of now."""
+_SHARE = 1.0 / 64.0
+"""What the newest step counts: some hundred of the last make the figure."""
+
+
+@dataclass(slots=True)
+class Spread:
+    """Mean and variance of a class's steps, with forgetting. `at` is the number of the last one among all decode steps."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    at: int = 0
+
+
+@dataclass(slots=True)
+class Steadiness:
+    """How much the time of decode steps varies, by the length class of the longest request in them; each step costs the same few sums.
+
+    A step is measured in what was predicted for it: the number of decodes and the KV that they read change from step to step, and would look
+    like a spread that no block size has to do with. Buckets of equal numbers would need no prediction, but a busy engine seldom has the same
+    number for fifty steps. What the fit gets wrong by the same factor each time drops out, since the spread is a share of the mean; what it
+    gets wrong by another factor each time counts as spread, so the figure is at most too high.
+    """
+
+    steps: int = 0
+    spreads: dict[LengthClass, Spread] = field(default_factory=lambda: {c: Spread() for c in LengthClass})
+
+    def add(self, length: LengthClass, ms: float, predicted_ms: float) -> None:
+        """A step without a prompt in it took `ms`; `predicted_ms` is above 0."""
+        self.steps += 1
+        s = self.spreads[length]
+        s.count, s.at = s.count + 1, self.steps
+        # The first ones are a plain mean: forgetting begins once there is something to forget.
+        share = max(_SHARE, 1.0 / s.count)
+        off = ms / predicted_ms - s.mean
+        s.mean += share * off
+        s.variance = (1.0 - share) * (s.variance + share * off * off)
+
+    @property
+    def deviation(self) -> float:
+        """The largest of all classes, as a share of the mean; 0 while none is known."""
+        square, oldest = 0.0, self.steps - OLD_STEPS
+        for s in self.spreads.values():
+            if s.count >= ENOUGH_STEPS and s.at > oldest and s.variance > square * s.mean * s.mean:
+                square = s.variance / (s.mean * s.mean) if s.mean else 0.0
+        return math.sqrt(square)
 
 
 @dataclass(slots=True)
@@ -45,6 +99,7 @@ class Counters:
     """The most by which a request that was first scheduled had arrived after a BATCH request that had not been."""
     waits: dict[Workload, Waits] = field(default_factory=lambda: {w: Waits() for w in Workload})
     waits_by_length: dict[LengthClass, Waits] = field(default_factory=lambda: {c: Waits() for c in LengthClass})
+    steadiness: Steadiness = field(default_factory=Steadiness)
 
     def started(self, workload: Workload, length: LengthClass, waited_ms: float) -> None:
         """A request was scheduled for the first time, `waited_ms` after its arrival."""
@@ -90,6 +145,8 @@ STATS = (
     "stored_tokens",
     "longest_prefill",
     "busy_ms",
+    "decode_deviation",
+    *(f"waste_{size}" for size in LADDER),
 )
 """The names of `Planner.stats`, in its order."""
 
@@ -97,8 +154,8 @@ NOW = frozenset(
     (
         *(f"{length}_waiting" for length in LengthClass),
         *("realtime_running", "batch_running", "realtime_waiting", "batch_waiting", "cold_waiting"),
-        *("stored_tokens", "longest_prefill"),
-        *(name for name in STATS if name.startswith("step_")),
+        *("stored_tokens", "longest_prefill", "decode_deviation"),
+        *(name for name in STATS if name.startswith(("step_", "waste_"))),
     )
 )
 """Those of them that say how it is now; all others never fall."""

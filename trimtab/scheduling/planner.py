@@ -18,10 +18,14 @@ from trimtab.scheduling import step, victims
 from trimtab.scheduling.counters import Counters
 from trimtab.scheduling.decodes import Decodes
 from trimtab.scheduling.item import Item
+from trimtab.scheduling.lengths import LengthClass
 from trimtab.scheduling.plan import Memory, Plan
+from trimtab.scheduling.resident import Wastes
 from trimtab.scheduling.rules import Rules
 from trimtab.scheduling.steptime import Shape, StepTimeModel
 from trimtab.scheduling.waiting import Waiting
+
+_LONGEST_FIRST = tuple(reversed(LengthClass))
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class _Step:
     shape: Shape
     predicted_ms: float
     idle: list[Item]
+    longest: LengthClass | None = None
+    """Of those who ran, where all of them decode and a prediction is one."""
 
 
 class Planner:
@@ -45,6 +51,7 @@ class Planner:
         self.protected_decodes = Decodes()
         self.express_running = 0
         self.running_of = dict.fromkeys(Workload, 0)
+        self.running_lengths = dict.fromkeys(LengthClass, 0)
         self.queued_prefill_tokens = 0
         self.busy_ms = 0.0
         """Time spent in steps: the clock of time slices."""
@@ -54,9 +61,12 @@ class Planner:
         """Preempted since the last step: never preempted and resumed in one."""
         self.made_room = False
         """Somebody was preempted by choice since the last step."""
+        self.made_place = False
+        """And that for a protected request with a cold prompt."""
         self.no_victim_before_ms = 0.0
         """On the busy clock: until then everybody's time slice is known to last."""
         self._now_ms = 0.0
+        self._wastes = Wastes()
         self._in_flight: deque[_Step] = deque()
 
     # Requests come and go.
@@ -96,8 +106,10 @@ class Planner:
         for item in list(self.running.values()):
             was_protected = item.protected
             self.express_running -= item.express
+            self.running_lengths[item.length] -= 1
             item.classify(rules)
             self.express_running += item.express
+            self.running_lengths[item.length] += 1
             # Who stays where he is keeps his turn among the decodes.
             if item.protected != was_protected and item.request_id not in self.prefilling:
                 computed = self.computed(item)
@@ -124,8 +136,8 @@ class Planner:
     def victims(self, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> list[Item]:
         """Who has to make room now. The engine preempts each and says so by `preempted` before it asks for the plan."""
         self._now_ms = now_ms
-        self.made_room = False
-        if self.rules.mode is not Mode.TRIMTAB or not self.waiting.express:
+        self.made_room = self.made_place = False
+        if self.rules.mode is not Mode.TRIMTAB or not (self.waiting.express or self.waiting.cold_protected):
             return []
         found = victims.by_choice(self, now_ms, memory, ready)
         self.counters.preemptions += len(found)
@@ -184,9 +196,10 @@ class Planner:
         if plan.rest_ran or not (self.rest_decodes or self.prefilling):
             self.rest_ran_ms = now_ms
         self.barred.clear()
-        self.made_room = False
+        self.made_room = self.made_place = False
         if total_tokens:
-            self._in_flight.append(_Step(shape, self.model.predict(shape), idle))
+            longest = self._longest() if not shape.prefill_tokens and self.model.known else None
+            self._in_flight.append(_Step(shape, self.model.predict(shape), idle, longest))
         return shape
 
     def _step_decodes(self, plan: Plan, ran: Mapping[str, int], shape: Shape) -> list[Item]:
@@ -217,6 +230,8 @@ class Planner:
         """The oldest step under way took `ms`; steps without a token are not told."""
         step_ = self._in_flight.popleft()
         self.model.observe(step_.shape, ms)
+        if step_.longest is not None and step_.predicted_ms > 0.0:
+            self.counters.steadiness.add(step_.longest, ms, step_.predicted_ms)
         self.busy_ms += ms
         for item in step_.idle:
             item.held_ms += ms
@@ -266,10 +281,23 @@ class Planner:
             c.computed_tokens, c.held_decodes, c.forced, c.max_overtake_ms, realtime.count, realtime.sum_ms, realtime.max_ms,
             batch.count, batch.sum_ms, batch.max_ms, *chain.from_iterable(lengths), self.model.error_ms, *w,
             *self.running_of.values(), *self.waiting.by_workload.values(), self.waiting.cold_batch, self.stored_tokens,
-            max((i.prompt_tokens for i in self.prefilling.values()), default=0), self.busy_ms,
+            max((i.prompt_tokens for i in self.prefilling.values()), default=0), self.busy_ms, c.steadiness.deviation,
+            *self._wastes.of(self._resident, len(self.running), self.busy_ms),
         )  # fmt: skip
 
+    def _resident(self) -> list[int]:
+        """Tokens of each that runs whose KV is there."""
+        return [self.computed(item) for item in self.running.values()]
+
     # Moves.
+
+    def _longest(self) -> LengthClass | None:
+        """Of all that run; those who sit a step out count too, which are few and soon part of one again."""
+        running = self.running_lengths
+        for length in _LONGEST_FIRST:
+            if running[length]:
+                return length
+        return None
 
     def _admit(self, item: Item, now_ms: float) -> None:
         self.waiting.remove(item.request_id)
@@ -283,6 +311,7 @@ class Planner:
         self.prefilling[item.request_id] = item
         self.express_running += item.express
         self.running_of[item.workload] += 1
+        self.running_lengths[item.length] += 1
         if item.started:
             return
         item.started = True
@@ -314,6 +343,7 @@ class Planner:
         del self.running[item.request_id]
         self.express_running -= item.express
         self.running_of[item.workload] -= 1
+        self.running_lengths[item.length] -= 1
         if self.prefilling.pop(item.request_id, None) is not None:
             self.queued_prefill_tokens -= item.left
         else:

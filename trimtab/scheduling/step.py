@@ -62,6 +62,22 @@ def express_tokens(s: Planner, now_ms: float) -> int:
     return min(s.rules.step_tokens - shape.decodes - sum(owed_tokens(s, now_ms)), max(MIN_CHUNK, room))
 
 
+def cold_tokens(s: Planner, express: Sequence[Item], now_ms: float) -> int:
+    """Prompt tokens of the rest that fit into the next step, beside all decodes and the `express` that begin in it."""
+    shape = Shape(decodes=len(s.running) - len(s.prefilling), kv_tokens=s.kv_tokens)
+    present = bool(express or s.protected_decodes)
+    for item in (*(i for i in s.prefilling.values() if i.express), *express):
+        shape.add_prefill(item.left, item.computed)
+        present = True
+    room = s.model.prefill_room(shape, s.rules.itl_budget_ms if present else s.rules.max_step_ms, 0)
+    return min(s.rules.step_tokens - shape.tokens - sum(owed_tokens(s, now_ms)), room)
+
+
+def window_over(s: Planner, item: Item, now_ms: float) -> bool:
+    """Whether a request with a cold prompt need not wait for others like it any more."""
+    return now_ms - item.arrival_ms >= s.rules.cold_window_ms or s.waiting.cold_count >= s.rules.concurrent
+
+
 def assemble(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> Plan:
     """The scheduler's own way."""
     return _Assembly(s, now_ms, memory, ready).plan()
@@ -221,9 +237,17 @@ class _Assembly:
         owed = [i for i in self.rest_prefilling if not i.protected]
         if self.ends_suspension and owed:
             self._chunk(owed[0], MIN_CHUNK)
-        # Tokens that were owed may be left now, and room that the express did not need.
-        self._admit_overdue()
-        running = sorted((*self.rest_prefilling, *(i for i in self.overdue if not i.express)), key=_ORDER)
+        # Tokens that were owed may be left now, and room that the express did not need. A place that somebody had to make is not theirs.
+        if not self.s.made_place:
+            self._admit_overdue()
+        # REALTIME before BATCH here too: it joins whatever BATCH has in prefill, and BATCH gets what it leaves.
+        cold = [i for i in (*self.rest_prefilling, *self.overdue) if i.protected and not i.hot]
+        joined = self._joining(self.r.concurrent - len(cold), protected=True)
+        for item in joined:
+            self._chunk(item, min(MIN_CHUNK, self._room(self.rest_limit, item)))
+        if self.s.made_place:
+            self._admit_overdue()
+        running = sorted((*self.rest_prefilling, *joined, *(i for i in self.overdue if not i.express)), key=_ORDER)
         for item in running:
             if item.hot:
                 self._chunk(item, self._room(self.rest_limit, item))
@@ -232,11 +256,8 @@ class _Assembly:
                 break
             if item.hot and not item.express and self._soft(item) and (room := self._room(self.rest_limit, item)) > 0:
                 self._admit(item, room)
-        # REALTIME before BATCH here too: it joins whatever BATCH has in prefill, and BATCH gets what it leaves.
         cold = [i for i in running if not i.hot]
-        if self.waiting and self._place(0):
-            cold += self._joining(self.r.concurrent - sum(i.protected for i in cold), protected=True)
-            cold += self._joining(self.r.concurrent - len(cold), protected=False)
+        cold += self._joining(self.r.concurrent - len(cold), protected=False)
         cold.sort(key=_protected_first)
         # Giants one by one: those of the protected first, the others pause meanwhile.
         giants = [i for i in cold if i.serial][self.r.serial_prefills :]
@@ -255,9 +276,8 @@ class _Assembly:
         """Cold requests, of the protected or of the others, that are admitted now: alike in length to those in prefill where there is a
         choice, else in order."""
         found: list[Item] = []
-        while len(found) < places:
-            if not (protected or self._place(self.r.realtime_reserve)):
-                break
+        reserved = 0 if protected else self.r.realtime_reserve
+        while self.waiting and len(found) < places and self._place(reserved):
             able = [i for i in self.waiting if not i.hot and i.protected is protected and self._soft(i)]
             if not able or not self._room(self.rest_limit, able[0]):
                 break
@@ -316,9 +336,7 @@ class _Assembly:
     def _soft(self, item: Item) -> bool:
         if not self._hard(item, 0 if item.protected else self.r.realtime_reserve):
             return False
-        if item.hot or not self.running or self.now_ms - item.arrival_ms >= self.r.cold_window_ms:
-            return True
-        return len(self.s.waiting.cold) >= self.r.concurrent
+        return item.hot or not self.running or window_over(self.s, item, self.now_ms)
 
     def _alike(self, item: Item) -> bool:
         """Of one length class with all the cold prompts that it shares with, and within the spread limit of each; a limit of 1 is off."""

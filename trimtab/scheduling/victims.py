@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from trimtab.messages import Workload
 from trimtab.policy import Mode, Preemption
 from trimtab.scheduling.item import Item
-from trimtab.scheduling.step import express_tokens
+from trimtab.scheduling.step import MIN_CHUNK, cold_tokens, express_tokens, window_over
 
 if TYPE_CHECKING:
     from trimtab.scheduling.plan import Memory
@@ -23,29 +25,73 @@ def slice_over(s: Planner, item: Item) -> bool:
     return not item.fresh and s.executed_ms(item) >= s.rules.slice_ms
 
 
+@dataclass(slots=True)
+class _Need:
+    """What those lack who could start: room for `slots` of them, beginning with one when `least` have gone, and KV blocks for the first."""
+
+    slots: int
+    least: int
+    blocks: int
+
+
 def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item], bool]) -> list[Item]:
-    """The cheapest to recompute, as many as the waiting express requests lack slots or blocks for; none where it would not help."""
+    """The cheapest to recompute, as many as the waiting protected requests lack slots, places or blocks for; none where it would not help.
+
+    Express ones first. Only when they lack nothing is a place below the cap made for one with a cold prompt, and then `made_place` says so.
+    """
     r = s.rules
     if r.preemption is Preemption.NONE:
         return []
     slices_last = s.busy_ms < s.no_victim_before_ms and r.preemption is not Preemption.AGGRESSIVE
     if slices_last and s.no_victim_before_ms == float("inf"):
         return []
-    could_start = _could_start(s, now_ms, ready)
-    first = next(could_start, None)
-    if first is None:
-        return []
-    if slices_last and len(s.running) >= r.active:
+    starting = _express(s, now_ms, ready)
+    express = list(islice(starting, 1))
+    if express and slices_last and len(s.running) >= r.active:
         s.counters.slices_denied += 1
         return []
-    bs = memory.block_size
-    slots = 1 + sum(1 for _ in could_start) - (r.active - len(s.running))
+    express += starting
+    need = _of_express(s, express, memory) if express else None
+    cold = need is None and bool(s.waiting.cold_protected)
+    if cold:
+        need = _of_cold(s, express, now_ms, memory, ready)
+    found = [] if need is None else _cheapest(s, need, memory, slices_last=slices_last)
+    s.made_place = cold and bool(found)
+    return found
+
+
+def _of_express(s: Planner, express: Sequence[Item], memory: Memory) -> _Need | None:
+    """Slots for all of them and blocks for the first."""
+    bs, least = memory.block_size, len(s.running) + 1 - s.rules.active
+    slots = len(express) + least - 1
     # Express prompts that run take theirs first, and so does a decode that begins a block.
-    blocks = first.blocks(bs) + sum(i.still_takes(bs) for i in s.prefilling.values() if i.express) - memory.free_blocks
+    blocks = (
+        express[0].blocks(bs) + sum(i.still_takes(bs) for i in s.prefilling.values() if i.express) - memory.free_blocks
+    )
     if blocks > -len(s.running):
         blocks += s.growing(bs)
-    if slots <= 0 and blocks <= 0:
-        return []
+    return _Need(slots, least, blocks) if slots > 0 or blocks > 0 else None
+
+
+def _of_cold(
+    s: Planner, express: Sequence[Item], now_ms: float, memory: Memory, ready: Callable[[Item], bool]
+) -> _Need | None:
+    """Slots or places for protected requests with cold prompts, where that is what they lack; memory they wait for."""
+    r, bs, running = s.rules, memory.block_size, len(s.running)
+    # The express take their slots and blocks first.
+    least = max(running + len(express) - r.active, running - s.express_running - r.hard_cap) + 1
+    if least < 1 or memory.use > r.pressure_threshold:
+        return None
+    cold = list(_cold(s, express, now_ms, ready))
+    if not cold:
+        return None
+    blocks = sum(i.blocks(bs) for i in (*express, cold[0])) + sum(i.still_takes(bs) for i in s.prefilling.values())
+    return _Need(len(cold) + least - 1, least, blocks - memory.free_blocks + s.growing(bs))
+
+
+def _cheapest(s: Planner, need: _Need, memory: Memory, *, slices_last: bool) -> list[Item]:
+    """Of those whose time is over, as many as it needs; counted as denied where time slices are what keeps them."""
+    r, bs = s.rules, memory.block_size
     if slices_last:
         s.counters.slices_denied += 1
         return []
@@ -65,7 +111,7 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
                 denied += 1
                 soonest = min(soonest, item.busy_at_admission + item.held_ms + r.slice_ms)
     able.sort(key=s.computed)
-    found = _fewest([(i, -(-s.computed(i) // bs)) for i in able], len(s.running) + 1 - r.active, slots, blocks)
+    found = _fewest([(i, -(-s.computed(i) // bs)) for i in able], need)
     if not able:
         # Until the soonest of these; who is admitted later brings his own time. Infinite where nobody may be preempted any more.
         s.no_victim_before_ms = soonest
@@ -74,39 +120,55 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
     return found
 
 
-def _could_start(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> Iterator[Item]:
+def _express(s: Planner, now_ms: float, ready: Callable[[Item], bool]) -> Iterator[Item]:
     """Express requests that the next step would begin if they had a slot and blocks."""
     places = s.rules.realtime_max_running - s.express_running
     if not s.waiting.express or places <= 0:
         return
     tokens = express_tokens(s, now_ms) - sum(i.left for i in s.prefilling.values() if i.express)
+    for item in _could_start(s, s.waiting.express, places, ready):
+        if tokens <= 0:
+            return
+        tokens -= item.left
+        yield item
+
+
+def _cold(s: Planner, express: Sequence[Item], now_ms: float, ready: Callable[[Item], bool]) -> Iterator[Item]:
+    """Protected requests with cold prompts that the next step would begin beside all decodes and the `express`, if they had a place."""
+    places = s.rules.concurrent - sum(i.protected and not i.hot for i in s.prefilling.values())
+    if places > 0 and cold_tokens(s, express, now_ms) >= MIN_CHUNK:
+        yield from (i for i in _could_start(s, s.waiting.cold_protected, places, ready) if window_over(s, i, now_ms))
+
+
+def _could_start(s: Planner, line: Iterable[Item], places: int, ready: Callable[[Item], bool]) -> Iterator[Item]:
+    """The first of a line of the protected whom neither exclusivity nor the engine keeps from starting."""
     found: list[Item] = []
-    for item in s.waiting.express:
-        if len(found) >= places or tokens <= 0:
+    for item in line:
+        if len(found) >= places:
             return
         if item.request_id in s.barred:
             continue
         if item.alone and any(i.alone for i in (*s.running.values(), *found)):
             continue
-        if item.serial and sum(i.serial for i in (*s.prefilling.values(), *found)) >= s.rules.serial_prefills:
+        giants = (i.serial and i.protected for i in (*s.prefilling.values(), *found))
+        if item.serial and sum(giants) >= s.rules.serial_prefills:
             continue
         if ready(item):
             found.append(item)
-            tokens -= item.left
             yield item
 
 
-def _fewest(able: list[tuple[Item, int]], least: int, slots: int, blocks: int) -> list[Item]:
+def _fewest(able: list[tuple[Item, int]], need: _Need) -> list[Item]:
     """Of those `able` (with the blocks that each holds, the cheapest first): a few that make room for one at least, and nobody too many."""
     for first in range(len(able)):
         some = able[first : first + MOST_AT_ONCE]
-        if len(some) < least:
+        if len(some) < need.least:
             break
         freed = sum(holds for _, holds in some)
-        if freed < blocks:
+        if freed < need.blocks:
             continue
         for row in reversed(tuple(some)):
-            if len(some) > slots and freed - row[1] >= blocks:
+            if len(some) > need.slots and freed - row[1] >= need.blocks:
                 some.remove(row)
                 freed -= row[1]
         return [item for item, _ in some]

@@ -19,6 +19,7 @@ class Waiting:
     def __init__(self) -> None:
         self.express: Line[Item] = Line()
         self.hot: Line[Item] = Line()
+        self.cold_protected: Line[Item] = Line()
         self.cold: Line[Item] = Line()
         self.by_length = dict.fromkeys(LengthClass, 0)
         """How many of each class wait."""
@@ -26,12 +27,12 @@ class Waiting:
         self.cold_batch = 0
         """BATCH requests with cold prompts among them."""
         self._number = 0
-        self._lines = (self.express, self.hot, self.cold)
+        self._lines = (self.express, self.hot, self.cold_protected, self.cold)
         self._unstarted: list[tuple[float, str]] = []
         """BATCH, by arrival; those who are gone or have started leave when they come to the top."""
 
     def __len__(self) -> int:
-        return len(self.express) + len(self.hot) + len(self.cold)
+        return len(self.express) + len(self.hot) + len(self.cold_protected) + len(self.cold)
 
     def __iter__(self) -> Iterator[Item]:
         """In order, whatever the class."""
@@ -41,12 +42,16 @@ class Waiting:
         return any(request_id in line for line in self._lines)
 
     def get(self, request_id: str) -> Item | None:
-        return self.express.get(request_id) or self.hot.get(request_id) or self.cold.get(request_id)
+        hot = self.express.get(request_id) or self.hot.get(request_id)
+        return hot or self.cold_protected.get(request_id) or self.cold.get(request_id)
 
     def add(self, item: Item) -> None:
         self._number += 1
         self._count(item, 1)
-        (self.express if item.express else self.hot if item.hot else self.cold).add(item, self._number)
+        if item.hot:
+            (self.express if item.express else self.hot).add(item, self._number)
+        else:
+            (self.cold_protected if item.protected else self.cold).add(item, self._number)
         if item.workload is Workload.BATCH and not item.started:
             heappush(self._unstarted, (item.arrival_ms, item.request_id))
             # Behind one who waits for long, many come and go.
@@ -54,7 +59,8 @@ class Waiting:
                 self._unstarted = sorted(filter(self._stands, self._unstarted))
 
     def remove(self, request_id: str) -> Item | None:
-        item = self.express.remove(request_id) or self.hot.remove(request_id) or self.cold.remove(request_id)
+        item = self.express.remove(request_id) or self.hot.remove(request_id)
+        item = item or self.cold_protected.remove(request_id) or self.cold.remove(request_id)
         if item is not None:
             self._count(item, -1)
         return item
@@ -71,6 +77,11 @@ class Waiting:
         self.__init__()  # type: ignore[misc]
         for item in items:
             self.add(item)
+
+    @property
+    def cold_count(self) -> int:
+        """Requests with cold prompts, whoever sends them."""
+        return len(self.cold_protected) + len(self.cold)
 
     def foremost(self, places: int, able: Callable[[Item], bool]) -> list[Item]:
         """Of those who are `able`, the first of each class, in order: enough to fill `places` and to have a choice."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from trimtab.blocks import LADDER
 from trimtab.messages import Hello, Report, RequestMatch, Role, Workload
 from trimtab.policy import Policy
 from trimtab.simulation import faults as f
@@ -26,7 +27,7 @@ from trimtab.workload import Arrival
 
 REPORT_S = 0.8
 TICK_S = 1.0
-LIMITS = Limits(64, 2048, 131_072, 16, 65_536, "simulated")
+LIMITS = Limits(64, 2048, 131_072, 16, 65_536, "simulated", block_sizes=LADDER, live_blocks=True)
 COSTS = GpuCosts(6.0, 5.0, 0.25, kv_us=6.0)
 """An 8B model on four GPUs, roughly: 2,048 tokens of prefill take 16 ms, reading a million tokens of KV 6 ms."""
 NOTHING_SET = Document()
@@ -66,12 +67,16 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a tick came to. `document` is the policy as it is to hold from now on; None leaves it."""
+    """What a tick came to. `document` is the policy as it is to hold from now on; None leaves it. `reblocks` are (node id, incarnation, KV
+    block size)."""
 
     document: Document | None = None
     drains: tuple[Drain, ...] = ()
     releases: tuple[tuple[str, RequestMatch], ...] = ()
     sizes: tuple[Size, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of new work, what these workers get next to what they would get by themselves; the others get all of it."""
+    reblocks: tuple[tuple[str, str, int], ...] = ()
 
 
 class Control(Protocol):
@@ -80,6 +85,7 @@ class Control(Protocol):
     def joined(self, hello: Hello, now: float) -> None: ...
     def lost(self, node_id: str, now: float, *, out_of_memory: bool) -> None: ...
     def reported(self, node_id: str, report: Report, now: float) -> None: ...
+    def limits_changed(self, node_id: str, limits: Limits) -> None: ...
     def tick(self, now: float) -> Orders: ...
 
 
@@ -293,6 +299,8 @@ class Mesh:
     def _obey(self, orders: Orders) -> None:
         self.document = orders.document or self.document
         here = {w.node.node_id: w for w in self.workers}
+        for worker in self.workers:
+            worker.weight = orders.weights.get(worker.node.node_id, 1.0)
         for d in orders.drains:
             w = here.get(d.node_id)
             if w is not None and w.incarnation == d.incarnation:
@@ -301,6 +309,10 @@ class Mesh:
             if node_id in here:
                 for r in here[node_id].release(match, self.now_ms):
                     self._gateway_of(r).end(r, Fate.RELEASED, self.now_ms)
+        for node_id, incarnation, block_size in orders.reblocks:
+            w = here.get(node_id)
+            if w is not None and w.incarnation == incarnation and w.reblock(block_size) and self._control is not None:
+                self._control.limits_changed(node_id, w.node.limits)
         for size in orders.sizes:
             mine = [w for w in self.workers if w.node.pool == size.pool and not w.leaves_for_good]
             for _ in range(size.workers - len(mine)):

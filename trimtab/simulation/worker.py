@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trimtab import measures, scheduling
+from trimtab.blocks import LADDER
 from trimtab.engine import Costs, EngineValue, StepResult
 from trimtab.messages import Load, NodeState, Report, RequestMatch, Workload
 from trimtab.policy import Mode, Policy
@@ -68,6 +69,8 @@ class SimulatedWorker:
         self.grows_mb_per_min = 0.0
         self.fails = 0.0
         """Of requests, the share that its engine fails."""
+        self.weight = 1.0
+        """Of new work, next to what it would get by itself."""
         self.began_ms = now_ms
         self._kv_bytes_per_token = kv_bytes_per_token
         self._lines: dict[Workload, Line[Request]] = {w: Line() for w in Workload}
@@ -160,6 +163,17 @@ class SimulatedWorker:
             line.resort()
         self._hand_over()
 
+    def reblock(self, block_size: int) -> bool:
+        """Its KV is cut anew, and what runs is computed anew. False, and nothing happens, while more is resident than the policy lets go."""
+        limits, resident = self.node.limits, self.engine.resident_tokens
+        idle = not resident or resident < self.policy.block_plan.max_recompute_tokens
+        if block_size not in limits.block_sizes or not limits.live_blocks or not idle:
+            return False
+        self.engine.reblock(block_size)
+        changed = replace(limits, block_size=block_size, total_blocks=self.engine.total_blocks)
+        self.node = replace(self.node, limits=changed)
+        return True
+
     # Steps.
 
     def can_step(self, now_ms: float) -> bool:
@@ -237,6 +251,7 @@ class SimulatedWorker:
             len(self.requests),
             room=room,
             isolates=self.isolates,
+            weight=self.weight,
         )
 
     def report(self, now_ms: float) -> Report:
@@ -254,7 +269,11 @@ class SimulatedWorker:
         busy_ms = self._busy_ms + (now_ms - max(self.step_began_ms, self._reported_ms) if self.step else 0.0)
         minutes = (now_ms - self.began_ms) / 60_000.0
         hung_ms = now_ms - self._stuck_since_ms if self._stuck_since_ms is not None and self.hung(now_ms) else 0.0
+        known = {measures.block_waste(size): w for size in LADDER if (w := stats[f"waste_{size}"]) >= 0.0}
+        if deviation := stats["decode_deviation"]:
+            known[measures.DECODE_DEVIATION] = deviation
         return {
+            **known,
             measures.REALTIME_RUNNING: stats["realtime_running"],
             measures.BATCH_RUNNING: stats["batch_running"],
             measures.REALTIME_WAITING: stats["realtime_waiting"] + len(realtime),

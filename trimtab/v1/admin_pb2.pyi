@@ -1475,12 +1475,33 @@ Global___ForceBreakerResponse: _TypeAlias = ForceBreakerResponse  # noqa: Y015
 class DrainNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_ID_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     RESTART_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     deadline_ms: _builtins.int
     """Milliseconds that running requests get before they are handed on; 0 means none."""
@@ -1490,6 +1511,10 @@ class DrainNodeRequest(_message.Message):
     """Only where the node is connected to the replica asked: what replicas ask of each other."""
     restart: _builtins.bool
     """Whoever supervises its process is to start it anew."""
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in DrainCommand; only with `restart`."""
+
     def __init__(
         self,
         *,
@@ -1499,10 +1524,11 @@ class DrainNodeRequest(_message.Message):
         reason: _builtins.str = ...,
         local: _builtins.bool = ...,
         restart: _builtins.bool = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "deadline_ms", b"deadline_ms", "local", b"local", "node_id", b"node_id", "reason", b"reason", "restart", b"restart"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "deadline_ms", b"deadline_ms", "local", b"local", "node_id", b"node_id", "reason", b"reason", "restart", b"restart", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2346,3 +2372,803 @@ class GetScaleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetScaleResponse: _TypeAlias = GetScaleResponse  # noqa: Y015
+
+@_typing.final
+class ReblockNodesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    WHEN_FIELD_NUMBER: _builtins.int
+    MAX_RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    block_size: _builtins.int
+    when: _control_pb2.ReblockWhen.ValueType
+    max_recompute_tokens: _builtins.int
+    """0 is the policy's block_plan.max_recompute_tokens."""
+    dry_run: _builtins.bool
+    author: _builtins.str
+    reason: _builtins.str
+    local: _builtins.bool
+    """Only the workers of the replica asked: what replicas ask of each other."""
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These workers; none named means all of `pool`."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        pool: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        when: _control_pb2.ReblockWhen.ValueType = ...,
+        max_recompute_tokens: _builtins.int = ...,
+        dry_run: _builtins.bool = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        local: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "block_size", b"block_size", "dry_run", b"dry_run", "local", b"local", "max_recompute_tokens", b"max_recompute_tokens", "node_ids", b"node_ids", "pool", b"pool", "reason", b"reason", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReblockNodesRequest: _TypeAlias = ReblockNodesRequest  # noqa: Y015
+
+@_typing.final
+class ReblockNodesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeReblocked]:
+        """By node id. After one that failed the others are left as they are, and are not here."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeReblocked] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReblockNodesResponse: _TypeAlias = ReblockNodesResponse  # noqa: Y015
+
+@_typing.final
+class NodeReblocked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BLOCK_SIZES_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    done: _builtins.bool
+    reason: _builtins.str
+    """UPPER_SNAKE when not done. NO_ANSWER and LOST: it may have done it, or may still do it."""
+    message: _builtins.str
+    recompute_s: _builtins.float
+    """It would cost so many seconds at the rate at which this worker computes prompts; absent where that is unknown."""
+    @_builtins.property
+    def result(self) -> _control_pb2.ReblockResult: ...
+    @_builtins.property
+    def accepted_block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        done: _builtins.bool = ...,
+        result: _control_pb2.ReblockResult | None = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        accepted_block_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        recompute_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recompute_s", b"_recompute_s", "recompute_s", b"recompute_s", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recompute_s", b"_recompute_s", "accepted_block_sizes", b"accepted_block_sizes", "done", b"done", "message", b"message", "node_id", b"node_id", "reason", b"reason", "recompute_s", b"recompute_s", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__recompute_s: _TypeAlias = _typing.Literal["recompute_s"]  # noqa: Y015
+    _WhichOneofArgType__recompute_s: _TypeAlias = _typing.Literal["_recompute_s", b"_recompute_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recompute_s) -> _WhichOneofReturnType__recompute_s | None: ...
+
+Global___NodeReblocked: _TypeAlias = NodeReblocked  # noqa: Y015
+
+@_typing.final
+class GetBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlocksRequest: _TypeAlias = GetBlocksRequest  # noqa: Y015
+
+@_typing.final
+class GetBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    """Empty while nobody leads: then nobody plans."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeBlocks]:
+        """By node id."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolBlocks]:
+        """By pool."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeBlocks] | None = ...,
+        pools: _abc.Iterable[Global___PoolBlocks] | None = ...,
+        leader_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "nodes", b"nodes", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlocksResponse: _TypeAlias = GetBlocksResponse  # noqa: Y015
+
+@_typing.final
+class NodeBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WasteEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PrefixKeptEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    FRAGMENTATION_FIELD_NUMBER: _builtins.int
+    WASTE_FIELD_NUMBER: _builtins.int
+    PREFIX_KEPT_FIELD_NUMBER: _builtins.int
+    RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    pool: _builtins.str
+    fragmentation: _builtins.float
+    """Of the slots in blocks that requests hold, the share that holds no token; absent while no request is there."""
+    resident_tokens: _builtins.int
+    @_builtins.property
+    def limits(self) -> _control_pb2.EngineLimits: ...
+    @_builtins.property
+    def waste(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """The same as it would be, of last blocks alone, by block size."""
+
+    @_builtins.property
+    def prefix_kept(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Of the prompt tokens that the prefix cache has given, the share that it would give at most, by block size."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        limits: _control_pb2.EngineLimits | None = ...,
+        fragmentation: _builtins.float | None = ...,
+        waste: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        prefix_kept: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        resident_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fragmentation", b"_fragmentation", "fragmentation", b"fragmentation", "limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fragmentation", b"_fragmentation", "fragmentation", b"fragmentation", "limits", b"limits", "node_id", b"node_id", "pool", b"pool", "prefix_kept", b"prefix_kept", "resident_tokens", b"resident_tokens", "waste", b"waste"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fragmentation: _TypeAlias = _typing.Literal["fragmentation"]  # noqa: Y015
+    _WhichOneofArgType__fragmentation: _TypeAlias = _typing.Literal["_fragmentation", b"_fragmentation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fragmentation) -> _WhichOneofReturnType__fragmentation | None: ...
+
+Global___NodeBlocks: _TypeAlias = NodeBlocks  # noqa: Y015
+
+@_typing.final
+class PoolBlocks(_message.Message):
+    """What the plan of a pool says, by its leader's last look."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class GainEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    NAMED_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PLANNED_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    phase: _builtins.str
+    """warm-up, steady, long-session or mixed."""
+    named_block_size: _builtins.int
+    """What the field guides name for that phase, and the nearest that the pool's engines accept; 0 where none is known."""
+    planned_block_size: _builtins.int
+    reason: _builtins.str
+    """Why that one, or why it is left as it is."""
+    evidence: _builtins.str
+    at_unix_ms: _builtins.int
+    @_builtins.property
+    def gain(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """What was measured of each size: seconds of work saved for each second of work, below 0 where it costs. By block size."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        named_block_size: _builtins.int = ...,
+        planned_block_size: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        evidence: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        gain: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "evidence", b"evidence", "gain", b"gain", "named_block_size", b"named_block_size", "phase", b"phase", "planned_block_size", b"planned_block_size", "pool", b"pool", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolBlocks: _TypeAlias = PoolBlocks  # noqa: Y015
+
+@_typing.final
+class StartRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FIELDS_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    CANARY_COUNT_FIELD_NUMBER: _builtins.int
+    CANARY_SHARE_FIELD_NUMBER: _builtins.int
+    CANARY_LABEL_FIELD_NUMBER: _builtins.int
+    CANARY_NODE_IDS_FIELD_NUMBER: _builtins.int
+    BAKE_S_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EXPECT_VERSION_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    canary_count: _builtins.int
+    """Canaries: so many workers of those that the scope covers, or that share of them, or those with the label, or these. One of them."""
+    canary_share: _builtins.float
+    canary_label: _builtins.str
+    bake_s: _builtins.int
+    """0 is the policy's rollout.bake_s."""
+    weight: _builtins.float
+    """What a canary gets of new work next to what it would get by itself; absent is the policy's rollout.weight."""
+    author: _builtins.str
+    reason: _builtins.str
+    expect_version: _builtins.int
+    dry_run: _builtins.bool
+    """Check, choose canaries, answer; write nothing."""
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Fields and their values, as SetPolicy takes them."""
+
+    @_builtins.property
+    def scope(self) -> _policy_pb2.Scope:
+        """Whom they are for in the end; absent is the whole mesh."""
+
+    @_builtins.property
+    def canary_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        scope: _policy_pb2.Scope | None = ...,
+        canary_count: _builtins.int = ...,
+        canary_share: _builtins.float = ...,
+        canary_label: _builtins.str = ...,
+        canary_node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        bake_s: _builtins.int = ...,
+        weight: _builtins.float | None = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        expect_version: _builtins.int | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "_weight", b"_weight", "expect_version", b"expect_version", "scope", b"scope", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "_weight", b"_weight", "author", b"author", "bake_s", b"bake_s", "canary_count", b"canary_count", "canary_label", b"canary_label", "canary_node_ids", b"canary_node_ids", "canary_share", b"canary_share", "dry_run", b"dry_run", "expect_version", b"expect_version", "fields", b"fields", "reason", b"reason", "scope", b"scope", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expect_version: _TypeAlias = _typing.Literal["expect_version"]  # noqa: Y015
+    _WhichOneofArgType__expect_version: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_version) -> _WhichOneofReturnType__expect_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___StartRolloutRequest: _TypeAlias = StartRolloutRequest  # noqa: Y015
+
+@_typing.final
+class StartRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> Global___Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: Global___Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRolloutResponse: _TypeAlias = StartRolloutResponse  # noqa: Y015
+
+@_typing.final
+class ListRolloutsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """At most this many, newest first; 0 means 20."""
+    rollout_id: _builtins.str
+    """Only this one, when set."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        rollout_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class ListRolloutsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]: ...
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[Global___Rollout] | None = ...,
+        leader_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutsResponse: _TypeAlias = ListRolloutsResponse  # noqa: Y015
+
+@_typing.final
+class EndRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    PROMOTE_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    promote: _builtins.bool
+    author: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        promote: _builtins.bool = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "promote", b"promote", "reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRolloutRequest: _TypeAlias = EndRolloutRequest  # noqa: Y015
+
+@_typing.final
+class EndRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> Global___Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: Global___Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRolloutResponse: _TypeAlias = EndRolloutResponse  # noqa: Y015
+
+@_typing.final
+class StartRestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    DRAIN_MS_FIELD_NUMBER: _builtins.int
+    READY_MS_FIELD_NUMBER: _builtins.int
+    BAKE_MS_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REVERT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    max_unavailable: _builtins.int
+    """Workers of a pool that may be away at a time; 0 is 1."""
+    drain_ms: _builtins.int
+    """What each gets to finish before its streams go on elsewhere; 0 is the policy's heal.grace_s."""
+    ready_ms: _builtins.int
+    """Within which it must serve again; 0 is 5 minutes."""
+    bake_ms: _builtins.int
+    """It is watched for so long before the next one goes."""
+    author: _builtins.str
+    reason: _builtins.str
+    dry_run: _builtins.bool
+    force: _builtins.bool
+    """Also the only worker that serves its model."""
+    revert: _builtins.bool
+    """A worker that does worse gets its settings of before, by another restart."""
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These workers; none named means all of `pool`, and of the mesh where that is empty too."""
+
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings of the worker by their names in trimtab.toml, from its next start on; an empty value takes one back."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        pool: _builtins.str = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        max_unavailable: _builtins.int = ...,
+        drain_ms: _builtins.int = ...,
+        ready_ms: _builtins.int = ...,
+        bake_ms: _builtins.int = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+        revert: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "bake_ms", b"bake_ms", "drain_ms", b"drain_ms", "dry_run", b"dry_run", "force", b"force", "max_unavailable", b"max_unavailable", "node_ids", b"node_ids", "pool", b"pool", "ready_ms", b"ready_ms", "reason", b"reason", "revert", b"revert", "settings", b"settings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRestartRequest: _TypeAlias = StartRestartRequest  # noqa: Y015
+
+@_typing.final
+class StartRestartResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> Global___Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: Global___Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRestartResponse: _TypeAlias = StartRestartResponse  # noqa: Y015
+
+@_typing.final
+class Rollout(_message.Message):
+    """A policy's rollout, or a rolling restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STARTED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    PENDING_NODE_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    BAKE_S_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    kind: _builtins.str
+    """policy or restart."""
+    stage: _builtins.str
+    """baking, widening, rolling; promoted, rolled back, aborted, done, stopped."""
+    live: _builtins.bool
+    author: _builtins.str
+    reason: _builtins.str
+    started_unix_ms: _builtins.int
+    ended_unix_ms: _builtins.int
+    """0 while it lives."""
+    weight: _builtins.float
+    bake_s: _builtins.int
+    verdict: _builtins.str
+    """Why it is where it is."""
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Fields of the policy, or settings of the worker."""
+
+    @_builtins.property
+    def scope(self) -> _policy_pb2.Scope: ...
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that have it now, or that it has come to; and those to come."""
+
+    @_builtins.property
+    def pending_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutLine]:
+        """What happened, oldest first."""
+
+    @_builtins.property
+    def measures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutMeasure]:
+        """Canaries beside the rest, as last measured."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        live: _builtins.bool = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        started_unix_ms: _builtins.int = ...,
+        ended_unix_ms: _builtins.int = ...,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        scope: _policy_pb2.Scope | None = ...,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        pending_node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        weight: _builtins.float = ...,
+        bake_s: _builtins.int = ...,
+        verdict: _builtins.str = ...,
+        lines: _abc.Iterable[Global___RolloutLine] | None = ...,
+        measures: _abc.Iterable[Global___RolloutMeasure] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "bake_s", b"bake_s", "ended_unix_ms", b"ended_unix_ms", "fields", b"fields", "kind", b"kind", "lines", b"lines", "live", b"live", "measures", b"measures", "node_ids", b"node_ids", "pending_node_ids", b"pending_node_ids", "reason", b"reason", "rollout_id", b"rollout_id", "scope", b"scope", "stage", b"stage", "started_unix_ms", b"started_unix_ms", "verdict", b"verdict", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
+
+@_typing.final
+class RolloutLine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    at_unix_ms: _builtins.int
+    text: _builtins.str
+    evidence: _builtins.str
+    def __init__(
+        self,
+        *,
+        at_unix_ms: _builtins.int = ...,
+        text: _builtins.str = ...,
+        evidence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "evidence", b"evidence", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutLine: _TypeAlias = RolloutLine  # noqa: Y015
+
+@_typing.final
+class RolloutMeasure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
+    REST_FIELD_NUMBER: _builtins.int
+    CANARY_N_FIELD_NUMBER: _builtins.int
+    REST_N_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"realtime P99 TTFT, ms", …"""
+    canary: _builtins.float
+    rest: _builtins.float
+    canary_n: _builtins.int
+    """Samples behind them."""
+    rest_n: _builtins.int
+    verdict: _builtins.str
+    """better, worse, alike or undecided."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        canary: _builtins.float | None = ...,
+        rest: _builtins.float | None = ...,
+        canary_n: _builtins.int = ...,
+        rest_n: _builtins.int = ...,
+        verdict: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_canary", b"_canary", "_rest", b"_rest", "canary", b"canary", "rest", b"rest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary", b"_canary", "_rest", b"_rest", "canary", b"canary", "canary_n", b"canary_n", "name", b"name", "rest", b"rest", "rest_n", b"rest_n", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__canary: _TypeAlias = _typing.Literal["canary"]  # noqa: Y015
+    _WhichOneofArgType__canary: _TypeAlias = _typing.Literal["_canary", b"_canary"]  # noqa: Y015
+    _WhichOneofReturnType__rest: _TypeAlias = _typing.Literal["rest"]  # noqa: Y015
+    _WhichOneofArgType__rest: _TypeAlias = _typing.Literal["_rest", b"_rest"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__canary) -> _WhichOneofReturnType__canary | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rest) -> _WhichOneofReturnType__rest | None: ...
+
+Global___RolloutMeasure: _TypeAlias = RolloutMeasure  # noqa: Y015

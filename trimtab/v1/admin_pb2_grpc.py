@@ -129,6 +129,36 @@ class AdminServiceStub:
                 request_serializer=trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.SerializeToString,
                 response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.FromString,
                 _registered_method=True)
+        self.ReblockNodes = channel.unary_unary(
+                '/trimtab.v1.AdminService/ReblockNodes',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ReblockNodesRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ReblockNodesResponse.FromString,
+                _registered_method=True)
+        self.GetBlocks = channel.unary_unary(
+                '/trimtab.v1.AdminService/GetBlocks',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.GetBlocksRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.GetBlocksResponse.FromString,
+                _registered_method=True)
+        self.StartRollout = channel.unary_unary(
+                '/trimtab.v1.AdminService/StartRollout',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.StartRolloutRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.StartRolloutResponse.FromString,
+                _registered_method=True)
+        self.ListRollouts = channel.unary_unary(
+                '/trimtab.v1.AdminService/ListRollouts',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.ListRolloutsRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.ListRolloutsResponse.FromString,
+                _registered_method=True)
+        self.EndRollout = channel.unary_unary(
+                '/trimtab.v1.AdminService/EndRollout',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.EndRolloutRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.EndRolloutResponse.FromString,
+                _registered_method=True)
+        self.StartRestart = channel.unary_unary(
+                '/trimtab.v1.AdminService/StartRestart',
+                request_serializer=trimtab_dot_v1_dot_admin__pb2.StartRestartRequest.SerializeToString,
+                response_deserializer=trimtab_dot_v1_dot_admin__pb2.StartRestartResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -263,6 +293,48 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReblockNodes(self, request, context):
+        """Workers' engines change their KV block size while they run, one worker after another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlocks(self, request, context):
+        """KV block sizes, what they waste, and what each pool's plan says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartRollout(self, request, context):
+        """A policy is tried on some workers, judged against the rest, and then holds for all or for none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRollouts(self, request, context):
+        """Newest first; with what was measured.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRollout(self, request, context):
+        """Ends a rollout: `promote` has its policy hold for all at once, else it is taken back. A rolling restart stops where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartRestart(self, request, context):
+        """Workers are drained and started anew one after another, with other settings where some are given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -360,6 +432,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetScale,
                     request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.FromString,
                     response_serializer=trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.SerializeToString,
+            ),
+            'ReblockNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReblockNodes,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ReblockNodesRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ReblockNodesResponse.SerializeToString,
+            ),
+            'GetBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlocks,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.GetBlocksRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.GetBlocksResponse.SerializeToString,
+            ),
+            'StartRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRollout,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.StartRolloutRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.StartRolloutResponse.SerializeToString,
+            ),
+            'ListRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRollouts,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.ListRolloutsRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.ListRolloutsResponse.SerializeToString,
+            ),
+            'EndRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRollout,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.EndRolloutRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.EndRolloutResponse.SerializeToString,
+            ),
+            'StartRestart': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRestart,
+                    request_deserializer=trimtab_dot_v1_dot_admin__pb2.StartRestartRequest.FromString,
+                    response_serializer=trimtab_dot_v1_dot_admin__pb2.StartRestartResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -875,6 +977,168 @@ class AdminService:
             '/trimtab.v1.AdminService/GetScale',
             trimtab_dot_v1_dot_admin__pb2.GetScaleRequest.SerializeToString,
             trimtab_dot_v1_dot_admin__pb2.GetScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReblockNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ReblockNodes',
+            trimtab_dot_v1_dot_admin__pb2.ReblockNodesRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ReblockNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/GetBlocks',
+            trimtab_dot_v1_dot_admin__pb2.GetBlocksRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.GetBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/StartRollout',
+            trimtab_dot_v1_dot_admin__pb2.StartRolloutRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.StartRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/ListRollouts',
+            trimtab_dot_v1_dot_admin__pb2.ListRolloutsRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.ListRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/EndRollout',
+            trimtab_dot_v1_dot_admin__pb2.EndRolloutRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.EndRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRestart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trimtab.v1.AdminService/StartRestart',
+            trimtab_dot_v1_dot_admin__pb2.StartRestartRequest.SerializeToString,
+            trimtab_dot_v1_dot_admin__pb2.StartRestartResponse.FromString,
             options,
             channel_credentials,
             insecure,

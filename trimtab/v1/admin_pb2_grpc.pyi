@@ -65,6 +65,18 @@ class AdminServiceStub:
     """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh."""
     GetScale: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetScaleRequest, _admin_pb2.GetScaleResponse]
     """How many workers each pool wants: for whoever starts and drains them."""
+    ReblockNodes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReblockNodesRequest, _admin_pb2.ReblockNodesResponse]
+    """Workers' engines change their KV block size while they run, one worker after another."""
+    GetBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetBlocksRequest, _admin_pb2.GetBlocksResponse]
+    """KV block sizes, what they waste, and what each pool's plan says."""
+    StartRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]
+    """A policy is tried on some workers, judged against the rest, and then holds for all or for none."""
+    ListRollouts: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRolloutsRequest, _admin_pb2.ListRolloutsResponse]
+    """Newest first; with what was measured."""
+    EndRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EndRolloutRequest, _admin_pb2.EndRolloutResponse]
+    """Ends a rollout: `promote` has its policy hold for all at once, else it is taken back. A rolling restart stops where it is."""
+    StartRestart: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRestartRequest, _admin_pb2.StartRestartResponse]
+    """Workers are drained and started anew one after another, with other settings where some are given."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -103,6 +115,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Nodes' reports as they came: what replicas ask of each other, so that each knows the whole mesh."""
     GetScale: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetScaleRequest, _admin_pb2.GetScaleResponse]  # type: ignore[assignment]
     """How many workers each pool wants: for whoever starts and drains them."""
+    ReblockNodes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReblockNodesRequest, _admin_pb2.ReblockNodesResponse]  # type: ignore[assignment]
+    """Workers' engines change their KV block size while they run, one worker after another."""
+    GetBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetBlocksRequest, _admin_pb2.GetBlocksResponse]  # type: ignore[assignment]
+    """KV block sizes, what they waste, and what each pool's plan says."""
+    StartRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]  # type: ignore[assignment]
+    """A policy is tried on some workers, judged against the rest, and then holds for all or for none."""
+    ListRollouts: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRolloutsRequest, _admin_pb2.ListRolloutsResponse]  # type: ignore[assignment]
+    """Newest first; with what was measured."""
+    EndRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.EndRolloutRequest, _admin_pb2.EndRolloutResponse]  # type: ignore[assignment]
+    """Ends a rollout: `promote` has its policy hold for all at once, else it is taken back. A rolling restart stops where it is."""
+    StartRestart: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRestartRequest, _admin_pb2.StartRestartResponse]  # type: ignore[assignment]
+    """Workers are drained and started anew one after another, with other settings where some are given."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -252,5 +276,53 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetScaleResponse, _abc.Awaitable[_admin_pb2.GetScaleResponse]]:
         """How many workers each pool wants: for whoever starts and drains them."""
+
+    @_abc_1.abstractmethod
+    def ReblockNodes(
+        self,
+        request: _admin_pb2.ReblockNodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReblockNodesResponse, _abc.Awaitable[_admin_pb2.ReblockNodesResponse]]:
+        """Workers' engines change their KV block size while they run, one worker after another."""
+
+    @_abc_1.abstractmethod
+    def GetBlocks(
+        self,
+        request: _admin_pb2.GetBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetBlocksResponse, _abc.Awaitable[_admin_pb2.GetBlocksResponse]]:
+        """KV block sizes, what they waste, and what each pool's plan says."""
+
+    @_abc_1.abstractmethod
+    def StartRollout(
+        self,
+        request: _admin_pb2.StartRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StartRolloutResponse, _abc.Awaitable[_admin_pb2.StartRolloutResponse]]:
+        """A policy is tried on some workers, judged against the rest, and then holds for all or for none."""
+
+    @_abc_1.abstractmethod
+    def ListRollouts(
+        self,
+        request: _admin_pb2.ListRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRolloutsResponse, _abc.Awaitable[_admin_pb2.ListRolloutsResponse]]:
+        """Newest first; with what was measured."""
+
+    @_abc_1.abstractmethod
+    def EndRollout(
+        self,
+        request: _admin_pb2.EndRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.EndRolloutResponse, _abc.Awaitable[_admin_pb2.EndRolloutResponse]]:
+        """Ends a rollout: `promote` has its policy hold for all at once, else it is taken back. A rolling restart stops where it is."""
+
+    @_abc_1.abstractmethod
+    def StartRestart(
+        self,
+        request: _admin_pb2.StartRestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StartRestartResponse, _abc.Awaitable[_admin_pb2.StartRestartResponse]]:
+        """Workers are drained and started anew one after another, with other settings where some are given."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

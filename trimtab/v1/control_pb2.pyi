@@ -61,6 +61,27 @@ NODE_STATE_HUNG: NodeState.ValueType  # 4
 """Work is scheduled and no engine step has ended in time."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
+class _ReblockWhen:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReblockWhenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReblockWhen.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REBLOCK_WHEN_UNSPECIFIED: _ReblockWhen.ValueType  # 0
+    REBLOCK_WHEN_IDLE: _ReblockWhen.ValueType  # 1
+    """Only while fewer than max_recompute_tokens are resident."""
+    REBLOCK_WHEN_NOW: _ReblockWhen.ValueType  # 2
+    """Whatever it costs."""
+
+class ReblockWhen(_ReblockWhen, metaclass=_ReblockWhenEnumTypeWrapper): ...
+
+REBLOCK_WHEN_UNSPECIFIED: ReblockWhen.ValueType  # 0
+REBLOCK_WHEN_IDLE: ReblockWhen.ValueType  # 1
+"""Only while fewer than max_recompute_tokens are resident."""
+REBLOCK_WHEN_NOW: ReblockWhen.ValueType  # 2
+"""Whatever it costs."""
+Global___ReblockWhen: _TypeAlias = ReblockWhen  # noqa: Y015
+
 class _BreakerForce:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -146,6 +167,26 @@ class Hello(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ToldEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -159,6 +200,7 @@ class Hello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     """New with each process: a restarted node on the same address is a new node."""
@@ -181,6 +223,10 @@ class Hello(_message.Message):
     def held(self) -> _policy_pb2.SnapshotIdentity:
         """Absent when the node holds none."""
 
+    @_builtins.property
+    def told(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings of the worker that the control plane told it, and that this process runs by, by their names in trimtab.toml."""
+
     def __init__(
         self,
         *,
@@ -197,10 +243,11 @@ class Hello(_message.Message):
         address: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
         pid: _builtins.int = ...,
+        told: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "build", b"build", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "metrics_address", b"metrics_address", "model", b"model", "node_id", b"node_id", "pid", b"pid", "policy_schema", b"policy_schema", "pool", b"pool", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "build", b"build", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "metrics_address", b"metrics_address", "model", b"model", "node_id", b"node_id", "pid", b"pid", "policy_schema", b"policy_schema", "pool", b"pool", "role", b"role", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,6 +265,8 @@ class EngineLimits(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZES_FIELD_NUMBER: _builtins.int
+    LIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Rows of the engine's batch (vLLM: max_num_seqs)."""
     max_step_tokens: _builtins.int
@@ -227,6 +276,12 @@ class EngineLimits(_message.Message):
     total_blocks: _builtins.int
     engine: _builtins.str
     """"vllm 0.32.0" or "simulated"."""
+    live_blocks: _builtins.bool
+    """It changes to another of them while it runs."""
+    @_builtins.property
+    def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KV block sizes that it accepts, of those that were asked for."""
+
     def __init__(
         self,
         *,
@@ -236,10 +291,12 @@ class EngineLimits(_message.Message):
         block_size: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         engine: _builtins.str = ...,
+        block_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        live_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "engine", b"engine", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_sizes", b"block_sizes", "engine", b"engine", "live_blocks", b"live_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,24 +574,28 @@ class NodeEvent(_message.Message):
     BREAKER_TRIPPED_FIELD_NUMBER: _builtins.int
     DRAIN_BEGUN_FIELD_NUMBER: _builtins.int
     ENGINE_DIED_FIELD_NUMBER: _builtins.int
+    LIMITS_CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def breaker_tripped(self) -> Global___BreakerTripped: ...
     @_builtins.property
     def drain_begun(self) -> Global___DrainBegun: ...
     @_builtins.property
     def engine_died(self) -> Global___EngineDied: ...
+    @_builtins.property
+    def limits_changed(self) -> Global___LimitsChanged: ...
     def __init__(
         self,
         *,
         breaker_tripped: Global___BreakerTripped | None = ...,
         drain_begun: Global___DrainBegun | None = ...,
         engine_died: Global___EngineDied | None = ...,
+        limits_changed: Global___LimitsChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["breaker_tripped", b"breaker_tripped", "drain_begun", b"drain_begun", "engine_died", b"engine_died", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breaker_tripped", b"breaker_tripped", "drain_begun", b"drain_begun", "engine_died", b"engine_died", "event", b"event", "limits_changed", b"limits_changed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_tripped", b"breaker_tripped", "drain_begun", b"drain_begun", "engine_died", b"engine_died", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_tripped", b"breaker_tripped", "drain_begun", b"drain_begun", "engine_died", b"engine_died", "event", b"event", "limits_changed", b"limits_changed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["breaker_tripped", "drain_begun", "engine_died"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["breaker_tripped", "drain_begun", "engine_died", "limits_changed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -575,6 +636,28 @@ class BreakerTripped(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BreakerTripped: _TypeAlias = BreakerTripped  # noqa: Y015
+
+@_typing.final
+class LimitsChanged(_message.Message):
+    """What the engine can do is another than the Hello said; it holds from here on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> Global___EngineLimits: ...
+    def __init__(
+        self,
+        *,
+        limits: Global___EngineLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LimitsChanged: _TypeAlias = LimitsChanged  # noqa: Y015
 
 @_typing.final
 class DrainBegun(_message.Message):
@@ -628,6 +711,8 @@ class CommandResult(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     AFFECTED_FIELD_NUMBER: _builtins.int
+    REBLOCK_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BLOCK_SIZES_FIELD_NUMBER: _builtins.int
     command_id: _builtins.str
     ok: _builtins.bool
     reason: _builtins.str
@@ -635,6 +720,14 @@ class CommandResult(_message.Message):
     message: _builtins.str
     affected: _builtins.int
     """Requests that the command found here and acted on."""
+    @_builtins.property
+    def reblock(self) -> Global___ReblockResult:
+        """Of a ReblockCommand that is ok."""
+
+    @_builtins.property
+    def accepted_block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a ReblockCommand that is not: block sizes that would be accepted."""
+
     def __init__(
         self,
         *,
@@ -643,14 +736,68 @@ class CommandResult(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         affected: _builtins.int = ...,
+        reblock: Global___ReblockResult | None = ...,
+        accepted_block_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reblock", b"reblock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affected", b"affected", "command_id", b"command_id", "message", b"message", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_block_sizes", b"accepted_block_sizes", "affected", b"affected", "command_id", b"command_id", "message", b"message", "ok", b"ok", "reason", b"reason", "reblock", b"reblock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommandResult: _TypeAlias = CommandResult  # noqa: Y015
+
+@_typing.final
+class ReblockResult(_message.Message):
+    """What a change of the KV block size did, or would do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BEFORE_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    AFTER_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    AFTER_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHANGE_MS_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    before_block_size: _builtins.int
+    before_total_blocks: _builtins.int
+    after_block_size: _builtins.int
+    after_total_blocks: _builtins.int
+    recompute_tokens: _builtins.int
+    """Whose KV is computed anew, or would be. Tokens, of so many requests."""
+    requests: _builtins.int
+    cached_tokens: _builtins.int
+    """Of prefixes that nobody runs on now; lost as well."""
+    change_ms: _builtins.float
+    """In the engine, from the first request put aside to the end; 0 for a dry run."""
+    carried: _builtins.bool
+    """The KV itself was carried over: nothing is computed anew."""
+    dry_run: _builtins.bool
+    def __init__(
+        self,
+        *,
+        before_block_size: _builtins.int = ...,
+        before_total_blocks: _builtins.int = ...,
+        after_block_size: _builtins.int = ...,
+        after_total_blocks: _builtins.int = ...,
+        recompute_tokens: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        change_ms: _builtins.float = ...,
+        carried: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_block_size", b"after_block_size", "after_total_blocks", b"after_total_blocks", "before_block_size", b"before_block_size", "before_total_blocks", b"before_total_blocks", "cached_tokens", b"cached_tokens", "carried", b"carried", "change_ms", b"change_ms", "dry_run", b"dry_run", "recompute_tokens", b"recompute_tokens", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReblockResult: _TypeAlias = ReblockResult  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
@@ -766,20 +913,48 @@ Global___Command: _TypeAlias = Command  # noqa: Y015
 class DrainCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     RESTART_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     restart: _builtins.bool
     """Whoever supervises the process is to start it anew."""
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings of the worker that are to hold from its next start on, by their names in trimtab.toml ("worker.max_num_seqs"), on top of those
+        that were told before; an empty value takes one back. Only with `restart`.
+        """
+
     def __init__(
         self,
         *,
         deadline_ms: _builtins.int = ...,
         restart: _builtins.bool = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "restart", b"restart"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "restart", b"restart", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,15 +980,27 @@ class ReblockCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    WHEN_FIELD_NUMBER: _builtins.int
+    MAX_RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
+    when: Global___ReblockWhen.ValueType
+    """Unspecified is idle."""
+    max_recompute_tokens: _builtins.int
+    """0 is the policy's block_plan.max_recompute_tokens."""
+    dry_run: _builtins.bool
+    """Say what it would do, and leave everything as it is."""
     def __init__(
         self,
         *,
         block_size: _builtins.int = ...,
+        when: Global___ReblockWhen.ValueType = ...,
+        max_recompute_tokens: _builtins.int = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dry_run", b"dry_run", "max_recompute_tokens", b"max_recompute_tokens", "when", b"when"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1030,12 +1217,15 @@ class FleetWorker(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     BREAKER_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
     pool: _builtins.str
     model: _builtins.str
     state: Global___NodeState.ValueType
+    weight: _builtins.float
+    """What it gets of new work, next to what it would get by itself; absent means 1. Canaries get less."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1056,12 +1246,15 @@ class FleetWorker(_message.Message):
         limits: Global___EngineLimits | None = ...,
         state: Global___NodeState.ValueType = ...,
         breaker: Global___BreakerNotice | None = ...,
+        weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "breaker", b"breaker", "limits", b"limits", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "model", b"model", "node_id", b"node_id", "pool", b"pool", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "labels", b"labels", "limits", b"limits", "model", b"model", "node_id", b"node_id", "pool", b"pool", "state", b"state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
 

@@ -168,6 +168,27 @@ DEGRADED_STATE_NORMAL: DegradedState.ValueType  # 1
 DEGRADED_STATE_DEGRADED: DegradedState.ValueType  # 2
 Global___DegradedState: _TypeAlias = DegradedState  # noqa: Y015
 
+class _BlockChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_CHOICE_UNSPECIFIED: _BlockChoice.ValueType  # 0
+    BLOCK_CHOICE_GUIDE: _BlockChoice.ValueType  # 1
+    """The guide's sizes by phase."""
+    BLOCK_CHOICE_MEASURED: _BlockChoice.ValueType  # 2
+    """Only where what is measured says that it pays."""
+
+class BlockChoice(_BlockChoice, metaclass=_BlockChoiceEnumTypeWrapper): ...
+
+BLOCK_CHOICE_UNSPECIFIED: BlockChoice.ValueType  # 0
+BLOCK_CHOICE_GUIDE: BlockChoice.ValueType  # 1
+"""The guide's sizes by phase."""
+BLOCK_CHOICE_MEASURED: BlockChoice.ValueType  # 2
+"""Only where what is measured says that it pays."""
+Global___BlockChoice: _TypeAlias = BlockChoice  # noqa: Y015
+
 class _OverlayOwner:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -314,6 +335,8 @@ class Policy(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     HEAL_FIELD_NUMBER: _builtins.int
     LOOPS_FIELD_NUMBER: _builtins.int
+    BLOCK_PLAN_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___BatchPolicy: ...
     @_builtins.property
@@ -356,6 +379,10 @@ class Policy(_message.Message):
     def heal(self) -> Global___HealPolicy: ...
     @_builtins.property
     def loops(self) -> Global___LoopsPolicy: ...
+    @_builtins.property
+    def block_plan(self) -> Global___BlockPlanPolicy: ...
+    @_builtins.property
+    def rollout(self) -> Global___RolloutPolicy: ...
     def __init__(
         self,
         *,
@@ -380,10 +407,12 @@ class Policy(_message.Message):
         scale: Global___ScalePolicy | None = ...,
         heal: Global___HealPolicy | None = ...,
         loops: Global___LoopsPolicy | None = ...,
+        block_plan: Global___BlockPlanPolicy | None = ...,
+        rollout: Global___RolloutPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "block_plan", b"block_plan", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "rollout", b"rollout", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "batch", b"batch", "block_plan", b"block_plan", "breaker", b"breaker", "clusters", b"clusters", "degraded", b"degraded", "giants", b"giants", "heal", b"heal", "isolate", b"isolate", "loops", b"loops", "memory", b"memory", "objectives", b"objectives", "oom", b"oom", "overload", b"overload", "paths", b"paths", "preemption", b"preemption", "prefill", b"prefill", "priority", b"priority", "resume", b"resume", "rollout", b"rollout", "scale", b"scale", "scheduler", b"scheduler", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1497,6 +1526,7 @@ class LoopsPolicy(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     HEAL_FIELD_NUMBER: _builtins.int
     SAFE_BATCH_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     batch: Global___LoopMode.ValueType
     """The batch controller acts (on), only says what it would do (advise), or sleeps (off). Schema 93."""
     priority: Global___LoopMode.ValueType
@@ -1519,6 +1549,8 @@ class LoopsPolicy(_message.Message):
     """The heal controller acts (on), only says what it would do (advise), or sleeps (off). Schema 102."""
     safe_batch: Global___LoopMode.ValueType
     """The safe_batch controller acts (on), only says what it would do (advise), or sleeps (off). Schema 103."""
+    blocks: Global___LoopMode.ValueType
+    """The blocks controller acts (on), only says what it would do (advise), or sleeps (off). Schema 104."""
     def __init__(
         self,
         *,
@@ -1533,13 +1565,16 @@ class LoopsPolicy(_message.Message):
         scale: Global___LoopMode.ValueType | None = ...,
         heal: Global___LoopMode.ValueType | None = ...,
         safe_batch: Global___LoopMode.ValueType | None = ...,
+        blocks: Global___LoopMode.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_blocks", b"_blocks", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "blocks", b"blocks", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_blocks", b"_blocks", "_clusters", b"_clusters", "_degraded", b"_degraded", "_heal", b"_heal", "_isolation", b"_isolation", "_memory", b"_memory", "_oom", b"_oom", "_overload", b"_overload", "_priority", b"_priority", "_safe_batch", b"_safe_batch", "_scale", b"_scale", "batch", b"batch", "blocks", b"blocks", "clusters", b"clusters", "degraded", b"degraded", "heal", b"heal", "isolation", b"isolation", "memory", b"memory", "oom", b"oom", "overload", b"overload", "priority", b"priority", "safe_batch", b"safe_batch", "scale", b"scale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
     _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
+    _WhichOneofReturnType__blocks: _TypeAlias = _typing.Literal["blocks"]  # noqa: Y015
+    _WhichOneofArgType__blocks: _TypeAlias = _typing.Literal["_blocks", b"_blocks"]  # noqa: Y015
     _WhichOneofReturnType__clusters: _TypeAlias = _typing.Literal["clusters"]  # noqa: Y015
     _WhichOneofArgType__clusters: _TypeAlias = _typing.Literal["_clusters", b"_clusters"]  # noqa: Y015
     _WhichOneofReturnType__degraded: _TypeAlias = _typing.Literal["degraded"]  # noqa: Y015
@@ -1563,6 +1598,8 @@ class LoopsPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch) -> _WhichOneofReturnType__batch | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__blocks) -> _WhichOneofReturnType__blocks | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clusters) -> _WhichOneofReturnType__clusters | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__degraded) -> _WhichOneofReturnType__degraded | None: ...
@@ -1584,6 +1621,210 @@ class LoopsPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
 
 Global___LoopsPolicy: _TypeAlias = LoopsPolicy  # noqa: Y015
+
+@_typing.final
+class BlockPlanPolicy(_message.Message):
+    """How large KV blocks are to be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOOSE_BY_FIELD_NUMBER: _builtins.int
+    WARM_UP_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
+    LONG_SESSIONS_FIELD_NUMBER: _builtins.int
+    MIXED_FIELD_NUMBER: _builtins.int
+    WARM_UP_S_FIELD_NUMBER: _builtins.int
+    MIXED_FROM_FIELD_NUMBER: _builtins.int
+    TURNS_ABOVE_FIELD_NUMBER: _builtins.int
+    USE_BELOW_FIELD_NUMBER: _builtins.int
+    FAILURES_PER_H_FIELD_NUMBER: _builtins.int
+    DEVIATION_ABOVE_FIELD_NUMBER: _builtins.int
+    DWELL_S_FIELD_NUMBER: _builtins.int
+    MAX_RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_GAIN_FIELD_NUMBER: _builtins.int
+    choose_by: Global___BlockChoice.ValueType
+    """By the guide's sizes (guide), or only where what is measured says that it pays (measured). Schema 105."""
+    warm_up: _builtins.int
+    """Of a pool that has just started. In tokens. Schema 106."""
+    steady: _builtins.int
+    """Of one that has served for a while. In tokens. Schema 107."""
+    long_sessions: _builtins.int
+    """While sessions are long. In tokens. Schema 108."""
+    mixed: _builtins.int
+    """While prompts are long. In tokens. Schema 109."""
+    warm_up_s: _builtins.int
+    """A pool has just started for so long. In seconds. Schema 110."""
+    mixed_from: _builtins.int
+    """Median prompt from which on prompts are long. In tokens. Schema 111."""
+    turns_above: _builtins.int
+    """Turns above which sessions are long. In turns. Schema 112."""
+    use_below: _builtins.float
+    """Use below which, while requests wait for it, memory is badly used. In of the KV cache. Schema 113."""
+    failures_per_h: _builtins.int
+    """Failed allocations above which memory is badly used. In failures an hour. Schema 114."""
+    deviation_above: _builtins.float
+    """Deviation of decode steps' time above which blocks are looked at. In of the mean. Schema 115."""
+    dwell_s: _builtins.int
+    """Between two changes of one pool at least. In seconds. Schema 116."""
+    max_recompute_tokens: _builtins.int
+    """A change waits until fewer tokens are resident. In tokens. Schema 117."""
+    min_gain: _builtins.float
+    """What a change must bring. In of the work. Schema 118."""
+    def __init__(
+        self,
+        *,
+        choose_by: Global___BlockChoice.ValueType | None = ...,
+        warm_up: _builtins.int | None = ...,
+        steady: _builtins.int | None = ...,
+        long_sessions: _builtins.int | None = ...,
+        mixed: _builtins.int | None = ...,
+        warm_up_s: _builtins.int | None = ...,
+        mixed_from: _builtins.int | None = ...,
+        turns_above: _builtins.int | None = ...,
+        use_below: _builtins.float | None = ...,
+        failures_per_h: _builtins.int | None = ...,
+        deviation_above: _builtins.float | None = ...,
+        dwell_s: _builtins.int | None = ...,
+        max_recompute_tokens: _builtins.int | None = ...,
+        min_gain: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choose_by", b"_choose_by", "_deviation_above", b"_deviation_above", "_dwell_s", b"_dwell_s", "_failures_per_h", b"_failures_per_h", "_long_sessions", b"_long_sessions", "_max_recompute_tokens", b"_max_recompute_tokens", "_min_gain", b"_min_gain", "_mixed", b"_mixed", "_mixed_from", b"_mixed_from", "_steady", b"_steady", "_turns_above", b"_turns_above", "_use_below", b"_use_below", "_warm_up", b"_warm_up", "_warm_up_s", b"_warm_up_s", "choose_by", b"choose_by", "deviation_above", b"deviation_above", "dwell_s", b"dwell_s", "failures_per_h", b"failures_per_h", "long_sessions", b"long_sessions", "max_recompute_tokens", b"max_recompute_tokens", "min_gain", b"min_gain", "mixed", b"mixed", "mixed_from", b"mixed_from", "steady", b"steady", "turns_above", b"turns_above", "use_below", b"use_below", "warm_up", b"warm_up", "warm_up_s", b"warm_up_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choose_by", b"_choose_by", "_deviation_above", b"_deviation_above", "_dwell_s", b"_dwell_s", "_failures_per_h", b"_failures_per_h", "_long_sessions", b"_long_sessions", "_max_recompute_tokens", b"_max_recompute_tokens", "_min_gain", b"_min_gain", "_mixed", b"_mixed", "_mixed_from", b"_mixed_from", "_steady", b"_steady", "_turns_above", b"_turns_above", "_use_below", b"_use_below", "_warm_up", b"_warm_up", "_warm_up_s", b"_warm_up_s", "choose_by", b"choose_by", "deviation_above", b"deviation_above", "dwell_s", b"dwell_s", "failures_per_h", b"failures_per_h", "long_sessions", b"long_sessions", "max_recompute_tokens", b"max_recompute_tokens", "min_gain", b"min_gain", "mixed", b"mixed", "mixed_from", b"mixed_from", "steady", b"steady", "turns_above", b"turns_above", "use_below", b"use_below", "warm_up", b"warm_up", "warm_up_s", b"warm_up_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__choose_by: _TypeAlias = _typing.Literal["choose_by"]  # noqa: Y015
+    _WhichOneofArgType__choose_by: _TypeAlias = _typing.Literal["_choose_by", b"_choose_by"]  # noqa: Y015
+    _WhichOneofReturnType__deviation_above: _TypeAlias = _typing.Literal["deviation_above"]  # noqa: Y015
+    _WhichOneofArgType__deviation_above: _TypeAlias = _typing.Literal["_deviation_above", b"_deviation_above"]  # noqa: Y015
+    _WhichOneofReturnType__dwell_s: _TypeAlias = _typing.Literal["dwell_s"]  # noqa: Y015
+    _WhichOneofArgType__dwell_s: _TypeAlias = _typing.Literal["_dwell_s", b"_dwell_s"]  # noqa: Y015
+    _WhichOneofReturnType__failures_per_h: _TypeAlias = _typing.Literal["failures_per_h"]  # noqa: Y015
+    _WhichOneofArgType__failures_per_h: _TypeAlias = _typing.Literal["_failures_per_h", b"_failures_per_h"]  # noqa: Y015
+    _WhichOneofReturnType__long_sessions: _TypeAlias = _typing.Literal["long_sessions"]  # noqa: Y015
+    _WhichOneofArgType__long_sessions: _TypeAlias = _typing.Literal["_long_sessions", b"_long_sessions"]  # noqa: Y015
+    _WhichOneofReturnType__max_recompute_tokens: _TypeAlias = _typing.Literal["max_recompute_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_recompute_tokens: _TypeAlias = _typing.Literal["_max_recompute_tokens", b"_max_recompute_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_gain: _TypeAlias = _typing.Literal["min_gain"]  # noqa: Y015
+    _WhichOneofArgType__min_gain: _TypeAlias = _typing.Literal["_min_gain", b"_min_gain"]  # noqa: Y015
+    _WhichOneofReturnType__mixed: _TypeAlias = _typing.Literal["mixed"]  # noqa: Y015
+    _WhichOneofArgType__mixed: _TypeAlias = _typing.Literal["_mixed", b"_mixed"]  # noqa: Y015
+    _WhichOneofReturnType__mixed_from: _TypeAlias = _typing.Literal["mixed_from"]  # noqa: Y015
+    _WhichOneofArgType__mixed_from: _TypeAlias = _typing.Literal["_mixed_from", b"_mixed_from"]  # noqa: Y015
+    _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
+    _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
+    _WhichOneofReturnType__turns_above: _TypeAlias = _typing.Literal["turns_above"]  # noqa: Y015
+    _WhichOneofArgType__turns_above: _TypeAlias = _typing.Literal["_turns_above", b"_turns_above"]  # noqa: Y015
+    _WhichOneofReturnType__use_below: _TypeAlias = _typing.Literal["use_below"]  # noqa: Y015
+    _WhichOneofArgType__use_below: _TypeAlias = _typing.Literal["_use_below", b"_use_below"]  # noqa: Y015
+    _WhichOneofReturnType__warm_up: _TypeAlias = _typing.Literal["warm_up"]  # noqa: Y015
+    _WhichOneofArgType__warm_up: _TypeAlias = _typing.Literal["_warm_up", b"_warm_up"]  # noqa: Y015
+    _WhichOneofReturnType__warm_up_s: _TypeAlias = _typing.Literal["warm_up_s"]  # noqa: Y015
+    _WhichOneofArgType__warm_up_s: _TypeAlias = _typing.Literal["_warm_up_s", b"_warm_up_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choose_by) -> _WhichOneofReturnType__choose_by | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deviation_above) -> _WhichOneofReturnType__deviation_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dwell_s) -> _WhichOneofReturnType__dwell_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failures_per_h) -> _WhichOneofReturnType__failures_per_h | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_sessions) -> _WhichOneofReturnType__long_sessions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_recompute_tokens) -> _WhichOneofReturnType__max_recompute_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_gain) -> _WhichOneofReturnType__min_gain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mixed) -> _WhichOneofReturnType__mixed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mixed_from) -> _WhichOneofReturnType__mixed_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turns_above) -> _WhichOneofReturnType__turns_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_below) -> _WhichOneofReturnType__use_below | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warm_up) -> _WhichOneofReturnType__warm_up | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warm_up_s) -> _WhichOneofReturnType__warm_up_s | None: ...
+
+Global___BlockPlanPolicy: _TypeAlias = BlockPlanPolicy  # noqa: Y015
+
+@_typing.final
+class RolloutPolicy(_message.Message):
+    """How a policy is tried before it holds for all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BAKE_S_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    MIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    WORSE_ABOVE_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_BELOW_FIELD_NUMBER: _builtins.int
+    FALSE_ALARMS_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
+    bake_s: _builtins.int
+    """Canaries are watched for so long. In seconds. Schema 119."""
+    weight: _builtins.float
+    """What a canary gets of new work. In of what it would get. Schema 120."""
+    min_samples: _builtins.int
+    """Fewer on either side decide nothing for the better. In first tokens. Schema 121."""
+    worse_above: _builtins.float
+    """A canary whose P99 is above the rest's by this is worse. In times the rest. Schema 122."""
+    throughput_below: _builtins.float
+    """A canary with less throughput than this is worse. In of the rest's. Schema 123."""
+    false_alarms: _builtins.float
+    """How often a canary that is as good as the rest may be taken for worse. In of rollouts. Schema 124."""
+    @_builtins.property
+    def through(self) -> Global___NameList:
+        """Controllers whose changes are tried on a canary first. Schema 125."""
+
+    def __init__(
+        self,
+        *,
+        bake_s: _builtins.int | None = ...,
+        weight: _builtins.float | None = ...,
+        min_samples: _builtins.int | None = ...,
+        worse_above: _builtins.float | None = ...,
+        throughput_below: _builtins.float | None = ...,
+        false_alarms: _builtins.float | None = ...,
+        through: Global___NameList | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bake_s", b"_bake_s", "_false_alarms", b"_false_alarms", "_min_samples", b"_min_samples", "_through", b"_through", "_throughput_below", b"_throughput_below", "_weight", b"_weight", "_worse_above", b"_worse_above", "bake_s", b"bake_s", "false_alarms", b"false_alarms", "min_samples", b"min_samples", "through", b"through", "throughput_below", b"throughput_below", "weight", b"weight", "worse_above", b"worse_above"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bake_s", b"_bake_s", "_false_alarms", b"_false_alarms", "_min_samples", b"_min_samples", "_through", b"_through", "_throughput_below", b"_throughput_below", "_weight", b"_weight", "_worse_above", b"_worse_above", "bake_s", b"bake_s", "false_alarms", b"false_alarms", "min_samples", b"min_samples", "through", b"through", "throughput_below", b"throughput_below", "weight", b"weight", "worse_above", b"worse_above"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bake_s: _TypeAlias = _typing.Literal["bake_s"]  # noqa: Y015
+    _WhichOneofArgType__bake_s: _TypeAlias = _typing.Literal["_bake_s", b"_bake_s"]  # noqa: Y015
+    _WhichOneofReturnType__false_alarms: _TypeAlias = _typing.Literal["false_alarms"]  # noqa: Y015
+    _WhichOneofArgType__false_alarms: _TypeAlias = _typing.Literal["_false_alarms", b"_false_alarms"]  # noqa: Y015
+    _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
+    _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
+    _WhichOneofReturnType__through: _TypeAlias = _typing.Literal["through"]  # noqa: Y015
+    _WhichOneofArgType__through: _TypeAlias = _typing.Literal["_through", b"_through"]  # noqa: Y015
+    _WhichOneofReturnType__throughput_below: _TypeAlias = _typing.Literal["throughput_below"]  # noqa: Y015
+    _WhichOneofArgType__throughput_below: _TypeAlias = _typing.Literal["_throughput_below", b"_throughput_below"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    _WhichOneofReturnType__worse_above: _TypeAlias = _typing.Literal["worse_above"]  # noqa: Y015
+    _WhichOneofArgType__worse_above: _TypeAlias = _typing.Literal["_worse_above", b"_worse_above"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bake_s) -> _WhichOneofReturnType__bake_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__false_alarms) -> _WhichOneofReturnType__false_alarms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_samples) -> _WhichOneofReturnType__min_samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__through) -> _WhichOneofReturnType__through | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__throughput_below) -> _WhichOneofReturnType__throughput_below | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worse_above) -> _WhichOneofReturnType__worse_above | None: ...
+
+Global___RolloutPolicy: _TypeAlias = RolloutPolicy  # noqa: Y015
 
 @_typing.final
 class Scope(_message.Message):

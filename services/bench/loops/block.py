@@ -48,6 +48,8 @@ class Block:
     written: tuple[Written, ...]
     drained_s: float
     """When everything had ended."""
+    restarts: tuple[float, ...] = ()
+    """When a worker served again whose process had ended."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,6 +64,7 @@ def of_json(said: Mapping[str, Any]) -> Block:
         said["batch_failed"],
         tuple(Written(**w) for w in said["written"]),
         said["drained_s"],
+        tuple(said.get("restarts", ())),
     )
 
 
@@ -83,7 +86,8 @@ def ttft(blocks: Iterable[Block], q: float, course: Course, phase: str) -> float
 
 
 def turns_per_minute(block: Block) -> float:
-    """How often the busiest knob changed its direction, a minute. Taking back is a move towards where people have it."""
+    """How often the busiest knob changed its direction, a minute; a shorter block counts as one. Taking back is a move towards where people
+    have it."""
     by_knob: dict[tuple[str, str], list[float]] = {}
     for w in block.written:
         by_knob.setdefault((w.controller, w.what), []).append(1.0 if w.value is None else w.value)
@@ -91,4 +95,4 @@ def turns_per_minute(block: Block) -> float:
     for values in by_knob.values():
         steps = [b - a for a, b in zip([1.0, *values], values, strict=False) if b != a]
         most = max(most, sum((a > 0) != (b > 0) for a, b in pairwise(steps)))
-    return most / (block.drained_s / 60.0) if block.drained_s else 0.0
+    return most / max(1.0, block.drained_s / 60.0)

@@ -22,7 +22,7 @@ from services.bench.loops import figures
 from services.bench.loops.block import Block, Written, of_json
 from services.bench.loops.load import send
 from services.bench.loops.plan import FOUR, FULL, QUICK, WITH, WITHOUT, Arm, Arrival, Course, arrivals
-from services.bench.mixed.workload import prompt
+from services.bench.mixed.workload import TOKENS, prompt
 from services.bench.options import Options
 from services.bench.processes import BenchError, Processes
 from services.bench.progress import Progress, progress
@@ -72,7 +72,11 @@ class Found:
 
 async def run(options: Options) -> Report:
     """Cancelled, it reports the turns that are whole."""
-    arms = _chosen(options.arms)
+    if options.scenario == "hang":
+        from services.bench.loops import hang
+
+        return await hang.run(options)
+    arms = chosen(options.arms, FOUR)
     course = QUICK if options.quick else FULL
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     model = await asyncio.to_thread(model_path, options.model)
@@ -115,11 +119,11 @@ async def run(options: Options) -> Report:
     return figures.report(arms, blocks, found, course, facts, command(), directory, whole)
 
 
-def _chosen(names: Sequence[str]) -> tuple[Arm, ...]:
+def chosen(names: Sequence[str], usual: tuple[Arm, ...]) -> tuple[Arm, ...]:
     if not names:
-        return FOUR
+        return usual
     known = {a.name: a for a in (*FOUR, *WITHOUT, *WITH)}
-    if names == ("ablations",):
+    if tuple(names) == ("ablations",):
         return (FOUR[2], FOUR[3], *WITHOUT, *WITH)
     if unknown := [n for n in names if n not in known]:
         text = f"no arm is called {unknown[0]!r}; there are {', '.join(known)}, and ablations for all of the last"
@@ -129,38 +133,50 @@ def _chosen(names: Sequence[str]) -> tuple[Arm, ...]:
 
 async def _calibrate(client: Client, course: Course, show: Progress) -> Found:
     """A few requests alone, then as many callers as there are slots."""
+    ttft_ms, itl_ms = await alone(client, show)
+    mix = [replace(a, workload=Workload.BATCH) for a in arrivals(replace(course, low=1.0, high=1.0), 2000.0, "flood")]
+    return Found(await flood(client, mix, FLOOD, FLOOD_S, show), ttft_ms, itl_ms)
+
+
+async def alone(client: Client, show: Progress, vocabulary: int = TOKENS) -> tuple[float, float]:
+    """Time to the first token, and from one to the next, of a request that has the mesh for itself; medians, in ms."""
     show.stage("what a request alone takes")
     firsts, gaps = [], []
     for i in range(ALONE + 1):
         begun = time.monotonic()
-        asked = Request("", MODEL, prompt(f"alone/{i}", 64), Sampling(max_tokens=16, ignore_eos=True, temperature=0.0))
+        sampling = Sampling(max_tokens=16, ignore_eos=True, temperature=0.0)
+        asked = Request("", MODEL, prompt(f"alone/{i}", 64, vocabulary), sampling)
         async with aclosing(client.generate(asked)) as events:
             times = [time.monotonic() async for event in events if isinstance(event, Delta) and event.token_ids]
         if i:
             firsts.append(times[0] - begun)
             gaps += [b - a for a, b in pairwise(times)]
-    show.stage(f"what the engine can do, by {FLOOD} callers")
+    return 1000.0 * median(firsts), 1000.0 * median(gaps)
+
+
+async def flood(
+    client: Client, mix: Sequence[Arrival], callers: int, lasts_s: float, show: Progress, vocabulary: int = TOKENS
+) -> float:
+    """Tokens a second that so many callers get done, who ask for one of the mix after another."""
+    show.stage(f"what can be done, by {callers} callers")
     done, begun = 0, time.monotonic()
-    mix = arrivals(replace(course, low=1.0, high=1.0), 2000.0, "flood")
 
     async def caller(k: int) -> None:
         nonlocal done
-        for i, a in enumerate(mix[k::FLOOD]):
-            await _ask(client, a, f"flood/{k}/{i}")
+        for i, a in enumerate(mix[k::callers]):
+            await _ask(client, a, prompt(f"flood/{k}/{i}", a.prompt, vocabulary))
             done += a.prompt + a.output
 
     with suppress(TimeoutError):
-        async with asyncio.timeout(FLOOD_S), asyncio.TaskGroup() as group:
-            for k in range(FLOOD):
+        async with asyncio.timeout(lasts_s), asyncio.TaskGroup() as group:
+            for k in range(callers):
                 group.create_task(caller(k))
-    return Found(done / (time.monotonic() - begun), 1000.0 * median(firsts), 1000.0 * median(gaps))
+    return done / (time.monotonic() - begun)
 
 
-async def _ask(client: Client, a: Arrival, seed: str) -> None:
+async def _ask(client: Client, a: Arrival, ids: tuple[int, ...]) -> None:
     sampling = Sampling(max_tokens=a.output, ignore_eos=True, temperature=0.0)
-    async with aclosing(
-        client.generate(Request("", MODEL, prompt(seed, a.prompt), sampling, Workload.BATCH))
-    ) as events:
+    async with aclosing(client.generate(Request("", MODEL, ids, sampling, a.workload))) as events:
         async for _ in events:
             pass
 
@@ -170,7 +186,7 @@ async def _turn(
 ) -> Block:
     show.stage(f"round {number + 1}: {arm.name}")
     await steering.steer(arm.policy)
-    await _calm(steering, arm)
+    await calm(steering, arm)
     begun_ms = time.time() * 1000.0
     mine = arrivals(course, found.capacity, f"{seed}/{number}")
     load = await send(client, mine, f"{seed}/{number}/{arm.name}", lambda s: None)
@@ -188,7 +204,7 @@ async def _turn(
     )
 
 
-async def _calm(steering: Steering, arm: Arm) -> None:
+async def calm(steering: Steering, arm: Arm) -> None:
     """Until no controller holds anything: what one arm's loops did is nothing of the next one's."""
     deadline = time.monotonic() + CALM_S
     while await steering.adjusted():

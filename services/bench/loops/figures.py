@@ -30,10 +30,12 @@ def report(
     typed: str,
     directory: Path,
     whole: bool,
+    said: Sequence[str] = (),
 ) -> Report:
+    """`said` are more notes."""
     by_arm = {a.name: [b for b in blocks if b.arm == a.name] for a in arms}
     by_arm = {name: mine for name, mine in by_arm.items() if mine}
-    notes = [f"raw turns: {directory}"]
+    notes = [f"raw turns: {directory}", *said]
     if found is None:
         return Report("loops", [], [], [], notes, False, facts, typed)
     ttft_ms, itl_ms = found.objectives
@@ -64,6 +66,7 @@ def _figures(name: str, blocks: Sequence[Block], ttft_ms: float, itl_ms: float, 
         "batch_tokens_per_s": batch_speed(blocks, course),
         "batch_failed": sum(b.batch_failed for b in blocks),
         "realtime_failed": sum(bool(r.reason) for b in blocks for r in b.realtime),
+        "restarts": sum(len(b.restarts) for b in blocks),
         "writes": sum(len(b.written) for b in blocks),
         "turns_per_min": max(turns_per_minute(b) for b in blocks),
     }
@@ -98,12 +101,12 @@ def _goals(
 
 def _table(figures: Sequence[Mapping[str, Any]]) -> str:
     head = ("ARM", "REALTIME", "OVER %", *(f"{p.upper()} %" for p in PHASES), "TTFT P95 STEP MS", "P99", "BATCH TOKENS/S",
-            "FAILED", "WRITES", "TURNS/MIN")  # fmt: skip
+            "FAILED", "RESTARTS", "WRITES", "TURNS/MIN")  # fmt: skip
     rows = [
         (
             f["arm"], str(f["realtime"]), _percent(f["violations"]), *(_percent(f[f"violations_{p}"]) for p in PHASES),
             _ms(f["ttft_p95_step_ms"]), _ms(f["ttft_p99_step_ms"]), f"{f['batch_tokens_per_s']:.0f}",
-            str(f["batch_failed"] + f["realtime_failed"]), str(f["writes"]), f"{f['turns_per_min']:.1f}",
+            str(f["batch_failed"] + f["realtime_failed"]), str(f["restarts"]), str(f["writes"]), f"{f['turns_per_min']:.1f}",
         )
         for f in figures
     ]  # fmt: skip

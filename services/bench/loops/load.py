@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.bench.arms import MODEL
 from services.bench.loops.block import Request
 from services.bench.loops.plan import Arrival
-from services.bench.mixed.workload import prompt
+from services.bench.mixed.workload import TOKENS, prompt
 from trimtab.client import Client
 from trimtab.errors import TrimtabError
 from trimtab.messages import Delta, Finish, Sampling, Workload
@@ -29,7 +29,9 @@ class Load:
     flying: int = 0
 
 
-async def send(client: Client, arrivals: Sequence[Arrival], seed: str, show: Callable[[float], None]) -> Load:
+async def send(
+    client: Client, arrivals: Sequence[Arrival], seed: str, show: Callable[[float], None], vocabulary: int = TOKENS
+) -> Load:
     """All of them, to their ends. `show` is told the seconds that have gone by, about twice a second."""
     load, begun = Load(), time.monotonic()
     async with asyncio.TaskGroup() as group:
@@ -37,17 +39,17 @@ async def send(client: Client, arrivals: Sequence[Arrival], seed: str, show: Cal
             while (left := begun + a.at_s - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, 0.5))
                 show(time.monotonic() - begun)
-            group.create_task(_one(client, a, f"{seed}/{i}", load, begun))
+            group.create_task(_one(client, a, prompt(f"{seed}/{i}", a.prompt, vocabulary), load, begun))
         while load.flying:
             await asyncio.sleep(0.2)
             show(time.monotonic() - begun)
     return load
 
 
-async def _one(client: Client, a: Arrival, seed: str, load: Load, begun: float) -> None:
+async def _one(client: Client, a: Arrival, ids: tuple[int, ...], load: Load, begun: float) -> None:
     due = begun + a.at_s
     sampling = Sampling(max_tokens=a.output, temperature=0.0, ignore_eos=True)
-    request = Asked("", MODEL, prompt(seed, a.prompt), sampling, a.workload)
+    request = Asked("", MODEL, ids, sampling, a.workload)
     first, last, worst, tokens, reason = 0.0, 0.0, 0.0, 0, ""
     load.flying += 1
     try:

@@ -12,7 +12,7 @@ from trimtab.policy import FIELDS
 
 CONTROLLERS = tuple(path.removeprefix("loops.") for path in FIELDS if path.startswith("loops."))
 REALTIME_SHARE = 0.3
-"""Of the load's tokens."""
+"""Of the load's tokens, in a step of load."""
 PHASES = ("before", "step", "after")
 
 
@@ -58,6 +58,7 @@ class Course:
     realtime_output: tuple[int, int] = (8, 16)
     batch_prompt: tuple[int, int] = (100, 600)
     batch_output: tuple[int, int] = (32, 96)
+    realtime_share: float = REALTIME_SHARE
 
     @property
     def whole_s(self) -> float:
@@ -89,11 +90,11 @@ def mean(low_high: tuple[int, int]) -> float:
 
 
 def arrivals(course: Course, capacity: float, seed: str) -> list[Arrival]:
-    """Both sources of a block: Poisson, at rates that make `load` times `capacity` tokens a second, REALTIME_SHARE of them realtime."""
+    """Both sources of a block: Poisson, at rates that make `load` times `capacity` tokens a second, `realtime_share` of them realtime."""
     found = []
     for workload, share, prompts, outputs in (
-        (Workload.REALTIME, REALTIME_SHARE, course.realtime_prompt, course.realtime_output),
-        (Workload.BATCH, 1.0 - REALTIME_SHARE, course.batch_prompt, course.batch_output),
+        (Workload.REALTIME, course.realtime_share, course.realtime_prompt, course.realtime_output),
+        (Workload.BATCH, 1.0 - course.realtime_share, course.batch_prompt, course.batch_output),
     ):
         rng = random.Random(f"{seed}/{workload.value}")
         per_s = capacity * share / (mean(prompts) + mean(outputs))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.engines.death import Death
+from trimtab.blocks import Reblock, When
 from trimtab.messages import ChatMessage, Load, Sampling, TokenLogprobs, Workload
 from trimtab.policy import Policy
 from trimtab.progress import Pulse
@@ -101,6 +102,10 @@ class Engine(Protocol):
         """KV blocks that are neither free nor any request's: the engine keeps them for itself."""
 
     @property
+    def even_blocks(self) -> bool:
+        """Whether each KV block holds as many tokens as any other, so that blocks in use tell of slots in use."""
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -122,6 +127,14 @@ class Engine(Protocol):
         self, request_ids: Sequence[str], *, delta: int | None = None, isolated: bool | None = None
     ) -> None:
         """Change requests that the engine has, from its next step on; unknown ids are passed over."""
+
+    async def reblock(
+        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+    ) -> Reblock:
+        """Change the KV block size between two steps; streams go on, and `limits` is another from then on.
+
+        ReblockRefused leaves the engine as it was. `max_recompute_tokens` bounds When.IDLE alone.
+        """
 
     async def ping(self) -> None:
         """Returns once the engine has answered, between two steps; never when it is stuck."""

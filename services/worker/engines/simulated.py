@@ -10,13 +10,14 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from services.worker.engines import Applied, Job, Output, Stamps
+from services.worker.engines import Applied, Job, Output, Stamps, reblocks
 from services.worker.engines.death import Death, death_of, described
 from services.worker.engines.tokenizers import ByteTokenizer
+from trimtab.blocks import Geometry, Reblock, When
 from trimtab.engine import Costs, EngineValue
-from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
+from trimtab.errors import EngineDead, EngineFault, InvalidRequest, ReblockRefused, Violation
 from trimtab.messages import Load, TokenLogprobs, TopLogprob
 from trimtab.policy import Policy
 from trimtab.progress import Pulse
@@ -29,6 +30,9 @@ NATURAL_LENGTH = 48
 
 KV_BYTES_PER_TOKEN = 70_272.0
 """Of DeepSeek-V3 in 16 bits: 61 layers, each with 576 numbers a token."""
+BLOCK_SIZE = 16
+BLOCK_SIZE_MULTIPLE = 8
+"""It takes block sizes that are multiples of this, as attention back ends have one."""
 
 
 @dataclass(slots=True)
@@ -58,13 +62,16 @@ class SimulatedEngine:
         """`kv_blocks` of 16 tokens; None gives four times what one request takes at most, and 4,096 at least."""
         self.model = model
         self.kv_bytes_per_token = KV_BYTES_PER_TOKEN
+        self.even_blocks = True
         self.own_blocks = 0
         self.tokenizer = ByteTokenizer()
         self.eos_token_ids = frozenset({ByteTokenizer.EOS})
-        blocks = kv_blocks or max(4096, 4 * max_model_len // 16)
-        self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, 16, blocks, "simulated")
+        blocks = kv_blocks or max(4096, 4 * max_model_len // BLOCK_SIZE)
+        self.limits = Limits(max_num_seqs, max_step_tokens, max_model_len, BLOCK_SIZE, blocks, "simulated")
         resolved = resolve(Document(), Node(model, limits=self.limits), now_unix_ms=0)
-        self._value = EngineValue(Costs(step_ms, token_us), 16, blocks, Rules.of(resolved.policy, self.limits))
+        rules = Rules.of(resolved.policy, self.limits)
+        self._value = EngineValue(Costs(step_ms, token_us), BLOCK_SIZE, blocks, rules)
+        self.limits = replace(self.limits, block_sizes=reblocks.on_the_ladder(self._takes), live_blocks=True)
         self._live: dict[str, _Live] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -124,6 +131,38 @@ class SimulatedEngine:
         self, request_ids: Sequence[str], *, delta: int | None = None, isolated: bool | None = None
     ) -> None:
         self._value.planner.steer(request_ids, delta=delta, isolated=isolated)
+
+    async def reblock(
+        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+    ) -> Reblock:
+        await self.ping()
+        if self._task is None or self._task.done():
+            raise EngineDead("the simulated engine is not running")
+        value, accepted = self._value, self.limits.block_sizes
+        before = Geometry(value.block_size, value.total_blocks)
+        if reblocks.sized(block_size, accepted) == before.block_size:
+            return Reblock(before, before, dry_run=dry_run)
+        if block_size % BLOCK_SIZE_MULTIPLE:
+            why = (
+                f"the simulated engine's blocks are multiples of {BLOCK_SIZE_MULTIPLE} tokens, and {block_size} is none"
+            )
+            raise ReblockRefused(why, cause="SIZE", accepted=accepted)
+        after = Geometry(block_size, value.kv_tokens // block_size)
+        reblocks.refuse_long(self.limits.max_model_len, after, accepted, usable=after.total_blocks)
+        found = Reblock(before, after, value.resident_tokens, len(value.running), dry_run=dry_run)
+        reblocks.refuse_busy(found, when, max_recompute_tokens, accepted)
+        if dry_run:
+            return found
+        begun = time.monotonic()
+        for request_id in value.reblock(block_size):
+            if live := self._live.get(request_id):
+                live.preemptions += 1
+        self.limits = replace(self.limits, block_size=block_size, total_blocks=value.total_blocks)
+        return replace(found, change_ms=(time.monotonic() - begun) * 1000.0)
+
+    def _takes(self, block_size: int) -> bool:
+        fits = self._value.kv_tokens // block_size * block_size >= self.limits.max_model_len
+        return block_size % BLOCK_SIZE_MULTIPLE == 0 and fits
 
     async def ping(self) -> None:
         """It has no process of its own that could be stuck."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.worker.engines import ChatRefused, TextStream
@@ -22,10 +22,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer (any that vLLM uses). `vocab_size` is the model's, in tokens."""
+    """A Hugging Face tokenizer (any that vLLM uses). `vocab_size` is the model's, in tokens; `chat_args` are arguments of its chat template."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, chat_args: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._chat_args = dict(chat_args or {})
         self._fast = getattr(tokenizer, "_tokenizer", None)
         self.vocab_size = vocab_size
         self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
@@ -44,6 +45,7 @@ class HfTokenizer:
                 tokenize=True,
                 add_generation_prompt=True,
                 return_dict=False,
+                **self._chat_args,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as e:
             raise ChatRefused(str(e)) from e

@@ -11,15 +11,18 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from services.worker.engines import Applied, Job, Output, Stamps
+from services.worker.engines import Applied, Job, Output, Stamps, reblocks
 from services.worker.engines import board as boards
 from services.worker.engines.death import Death, death_of
 from services.worker.engines.tokenizers import HfTokenizer
+from services.worker.engines.vllm_arguments import OURS, Arguments
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
-from trimtab.errors import EngineDead, EngineFault, InvalidRequest, Violation
+from trimtab.blocks import Reblock, When
+from trimtab.errors import EngineDead, EngineFault, InvalidRequest, ReblockRefused, Violation
 from trimtab.messages import Load, Sampling, Structure, StructureKind, TokenLogprobs, TopLogprob, Workload
 from trimtab.policy import Policy, flatten
 from trimtab.progress import Pulse
@@ -33,6 +36,8 @@ TESTED_VERSIONS = ("0.32.",)
 """vLLM minors that our scheduler was tested with; it touches internals, so another one needs the tests first."""
 
 
+OUR_PLUGIN = "trimtab"
+"""As pyproject.toml names it to vLLM."""
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 OWN_BLOCKS = 1
 """vLLM's block pool keeps one, which stands for no block."""
@@ -41,7 +46,10 @@ STOP_S = 2.0
 
 
 def environment(kv_cache_gib: int) -> dict[str, str]:
-    """What vLLM must find in the environment before it is imported; a variable that is already set wins, save our own."""
+    """What vLLM must find in the environment before it is imported; a variable that is already set wins, save our own.
+
+    Of vLLM's plug-ins ours is loaded, and those that VLLM_PLUGINS names already.
+    """
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,18 +58,19 @@ def environment(kv_cache_gib: int) -> dict[str, str]:
     }
     found = {k: os.environ.get(k, v) for k, v in wanted.items()}
     found["VLLM_CPU_KVCACHE_SPACE"] = wanted["VLLM_CPU_KVCACHE_SPACE"]
-    found["VLLM_PLUGINS"] = "trimtab"
+    others = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name not in ("", OUR_PLUGIN)]
+    found["VLLM_PLUGINS"] = ",".join([*others, OUR_PLUGIN])
     found[OWNER_ENV] = str(os.getpid())
     return found
 
 
-def executor() -> str | None:
-    """Where the model runs: on a CPU in the engine's own process, elsewhere where vLLM puts it (None).
+def executor(alone: bool = True) -> str | None:
+    """Where the model runs: on a CPU in the engine's own process if it is `alone` there, elsewhere where vLLM puts it (None).
 
     vLLM gives a CPU's model a process of its own, and the two wait for each other by spinning, on the core that it leaves to everything
     else (docs/decisions/0009). Who binds threads by vLLM's own variable keeps its way.
     """
-    return None if _has_gpu() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ else IN_PROCESS
+    return None if not alone or _has_gpu() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ else IN_PROCESS
 
 
 def threads(cores: int) -> int:
@@ -85,6 +94,9 @@ class VllmEngine:
         kv_cache_gib: int,
         compiled: bool = False,
         allow_untested: bool = False,
+        chat_args: Mapping[str, Any] | None = None,
+        block_size: int | None = None,
+        arguments: Arguments | None = None,
     ) -> None:
         self.model = model
         self.limits = Limits()
@@ -95,9 +107,12 @@ class VllmEngine:
             "max_num_batched_tokens": max_step_tokens,
             "max_model_len": max_model_len,
             "dtype": dtype,
+            "block_size": block_size,
         }
+        self._arguments = arguments or Arguments()
         self._kv_cache_gib = kv_cache_gib
         self._compiled = compiled
+        self._chat_args = dict(chat_args or {})
         self._allow_untested = allow_untested
         self._board_path = boards.create()
         self._board = boards.Board(self._board_path)
@@ -106,12 +121,14 @@ class VllmEngine:
         """The engine's, kept here because vLLM forgets them as it notices that one is gone."""
         self.kv_bytes_per_token = 0.0
         self.own_blocks = OWN_BLOCKS
+        self.even_blocks = True
         self._defaults: dict[str, Any] = {}
+        self._change: asyncio.Task[Reblock] | None = None
         self.tokenizer: HfTokenizer
 
     async def start(self) -> None:
         os.environ.update(environment(self._kv_cache_gib))
-        where = executor()
+        where = executor(self._arguments.alone)
         if where == IN_PROCESS:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads(len(os.sched_getaffinity(0)))))
         import vllm
@@ -129,17 +146,8 @@ class VllmEngine:
             raise EngineDead(
                 "compiling the model for a CPU needs a C++ compiler; install g++, or start without --compiled"
             )
-        args = AsyncEngineArgs(
-            model=self._path,
-            scheduler_cls="services.worker.engines.vllm_scheduler.scheduler",
-            scheduling_policy="priority",
-            additional_config={BOARD_KEY: str(self._board_path)},
-            enforce_eager=not (self._compiled or _has_gpu()),
-            distributed_executor_backend=where,
-            disable_log_stats=True,
-            enable_log_requests=False,
-            **{k: v for k, v in self._args.items() if v is not None},
-        )
+        self._arguments.check(AsyncEngineArgs.__dataclass_fields__)
+        args = AsyncEngineArgs(**self.engine_args(where))
         # A custom logger switches on the per-request time stamps that timings and traces are made of.
         try:
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[Quiet])
@@ -148,6 +156,7 @@ class VllmEngine:
         self._processes = list(self._llm.engine_core.resources.engine_manager.processes)
         facts = await self._llm.engine_core.call_utility_async("trimtab_facts")
         self.kv_bytes_per_token = facts["kv_bytes_per_token"]
+        self.even_blocks = facts["even_blocks"]
         config = self._llm.model_config
         self.limits = Limits(
             max_num_seqs=facts["max_num_seqs"],
@@ -156,14 +165,23 @@ class VllmEngine:
             block_size=facts["block_size"],
             total_blocks=facts["total_blocks"],
             engine=f"vllm {vllm.__version__}",
+            block_sizes=tuple(facts["block_sizes"]),
+            live_blocks=facts["live_blocks"],
         )
         # The model's own sampling defaults (generation_config.json), as vLLM's servers use them.
         self._defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
         ends = config.try_get_generation_config().get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         self.eos_token_ids = frozenset(int(x) for x in (*ends, self._llm.renderer.get_eos_token_id()) if x is not None)
-        self.tokenizer = HfTokenizer(self._llm.renderer.tokenizer, config.get_vocab_size())
+        self.tokenizer = HfTokenizer(self._llm.renderer.tokenizer, config.get_vocab_size(), self._chat_args)
         await self._warm_up()
+
+    def engine_args(self, where: str | None) -> dict[str, Any]:
+        """What vLLM is started with, by its own names; `where` the model runs."""
+        gpu = _has_gpu()
+        fixed = {"model": self._path, "additional_config": {BOARD_KEY: str(self._board_path)}, **OURS}
+        by_us = {"enforce_eager": not (self._compiled or gpu), "distributed_executor_backend": where}
+        return by_us | self._arguments.named(gpu=gpu) | {k: v for k, v in self._args.items() if v is not None} | fixed
 
     async def _warm_up(self) -> None:
         """Have vLLM compile now what it compiles at first use: log probabilities, for one and for several, and the first grammar.
@@ -278,6 +296,28 @@ class VllmEngine:
             await self._llm.engine_core.call_utility_async(
                 "trimtab_steer", {"request_ids": list(request_ids), **changes}
             )
+
+    async def reblock(
+        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+    ) -> Reblock:
+        asked = reblocks.asked(self.limits.block_sizes, block_size, when, max_recompute_tokens, dry_run=dry_run)
+        if self._change is not None and not self._change.done():
+            raise ReblockRefused("another change is under way", cause="BUSY", accepted=self.limits.block_sizes)
+        # Seen through to its end, though nobody may wait for it any more: `limits` are what the engine has.
+        self._change = asyncio.create_task(self._reblock(asked), name="reblock")
+        return await asyncio.shield(self._change)
+
+    async def _reblock(self, asked: dict[str, Any]) -> Reblock:
+        try:
+            said = await self._llm.engine_core.call_utility_async("trimtab_reblock", asked)
+        except Exception as e:
+            if self._llm.errored:
+                raise EngineDead("the engine process is gone") from e
+            raise
+        done = reblocks.answered(said)
+        if not done.dry_run:
+            self.limits = replace(self.limits, block_size=done.after.block_size, total_blocks=done.after.total_blocks)
+        return done
 
     async def ping(self) -> None:
         await self._llm.engine_core.call_utility_async("trimtab_steer", {"request_ids": []})

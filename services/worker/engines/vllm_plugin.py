@@ -47,10 +47,16 @@ def install() -> None:
         return int(self.scheduler.trimtab_steer(command))
 
     def trimtab_facts(self: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.scheduler.trimtab_facts()
-        return answer
+        from services.worker.engines import vllm_reblock
 
-    for call in (trimtab_apply, trimtab_steer, trimtab_facts):
+        return {**self.scheduler.trimtab_facts(), **vllm_reblock.facts(self)}
+
+    def trimtab_reblock(self: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        from services.worker.engines import vllm_reblock
+
+        return vllm_reblock.reblock(self, asked)
+
+    for call in (trimtab_apply, trimtab_steer, trimtab_facts, trimtab_reblock):
         setattr(EngineCore, call.__name__, call)
     _leave_last_words(EngineCoreProc)
 

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.worker.engines import vllm_plugin
 from services.worker.engines.board import Board, Row
-from services.worker.engines.vllm_memory import kv_bytes_per_token
+from services.worker.engines.vllm_memory import even, kv_bytes_per_token
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY
 from services.worker.engines.vllm_queue import PlannedQueue
 from trimtab.messages import Workload
@@ -54,6 +54,7 @@ class TrimtabScheduler:
     num_prefill_lookahead: int
     requires_kv_delivery: bool
     prev_step_scheduled_req_ids: set[str]
+    hash_block_size: int
     _pause_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,6 +71,8 @@ class TrimtabScheduler:
         # Bound once each, so that a step without a clip costs nothing for the requests that decode.
         self._reserving = super()._reserve_prefill_lookahead  # type: ignore[misc]
         self._evicting = False
+        self._hasher: Callable[[Any], list[Any]] | None = None
+        """By which every request is hashed once the block size was changed; until then each has come with the right one."""
         # Under async scheduling a step is scheduled while the one before it runs: each begins when that one ends.
         self._in_flight: deque[float] = deque()
         self._last_end = 0.0
@@ -95,11 +98,39 @@ class TrimtabScheduler:
             "block_size": self.block_size,
             "total_blocks": self.kv_cache_config.num_blocks,
             "kv_bytes_per_token": kv_bytes_per_token(self.kv_cache_config),
+            "even_blocks": even(self.kv_cache_config),
             "max_num_seqs": self.max_num_running_reqs,
             "max_step_tokens": self.scheduler_config.max_num_batched_tokens,
             "active": self.max_num_active_reqs,
             "step_tokens": self.max_num_scheduled_tokens,
         }
+
+    def trimtab_put_back(self) -> None:
+        """Whoever runs waits again and holds no block, as the cache is about to be cut anew. It is nobody's choice, and counts for nobody."""
+        self._evicting = True
+        while self.running:
+            request = self.running.pop()
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            # Between two steps, so that the next one may resume it.
+            self._planner.barred.discard(request.request_id)
+        self._evicting = False
+        # What the model runner has of them is forgotten too.
+        self.prev_step_scheduled_req_ids.clear()
+
+    def trimtab_lay(self, config: Any, manager: Any, hasher: Callable[[Any], list[Any]] | None) -> None:
+        """From now on blocks are as `config` cuts them and `manager` gives them out. Nobody may run."""
+        self.kv_cache_config, self.kv_cache_manager, self._hasher = config, manager, hasher
+        self.block_size = self.hash_block_size = config.hash_block_size
+        for request in self.requests.values():
+            self._rehash(request)
+        self._announce()
+
+    def _rehash(self, request: Any) -> None:
+        if self._hasher is not None and request._block_hasher is not self._hasher:
+            request._block_hasher = self._hasher
+            request.block_hashes = []
+            request._prompt_embeds_per_block_hashes.clear()
+            request.update_block_hashes()
 
     def _use(self, policy: Policy) -> None:
         rules = Rules.of(policy, self._limits)
@@ -227,6 +258,8 @@ class TrimtabScheduler:
 
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests
+        # It may have been read, and hashed, before the block size was changed.
+        self._rehash(request)
         super().add_request(request)  # type: ignore[misc]
         if not known:
             self._planner.add(self._item(request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +70,8 @@ def test_live_it_is_the_kv_of_the_95th_of_100_requests_in_the_whole_cache() -> N
 
 
 def test_blocks_are_those_that_the_engine_has_now() -> None:
-    after_reblock = a_node(load=Load(total_blocks=5_000))
+    fewer = replace(a_node().node.limits, total_blocks=5_000)
+    after_reblock = a_node(limits=fewer, load=Load(total_blocks=10_000))
     found = live(after_reblock, some_lengths(totals=[12_000.0] * 50))
     assert isinstance(found, Fits) and found.requests == pytest.approx(5.0, rel=1e-6)
 

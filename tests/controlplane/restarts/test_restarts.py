@@ -1,0 +1,323 @@
+"""Rolling restarts by a control plane on a real socket: workers that go and come back, other replicas, and leaders that die meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from controlplane.cli_restart import add_parser
+from controlplane.restarts.state import Order, Restart, Stage, Turn, encode
+from controlplane.store import Mark
+from controlplane.store.memory import MemoryStore
+from controlplane.store.redis import RedisStore
+from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
+from trimtab import codec
+from trimtab.errors import Conflict, InvalidRequest
+from trimtab.messages import Hello, NodeState, Role
+from trimtab.v1 import admin_pb2, control_pb2
+
+SETTINGS = {"worker.max_num_seqs": "32"}
+
+
+class Phoenix(FakeNode):
+    """Drains where it is told to, and comes back as another process with what it was told. `returns` False: it does not."""
+
+    def __init__(
+        self, mesh: Mesh, node_id: str, life: int = 1, told: dict[str, str] | None = None, address: str | list[str] = ""
+    ) -> None:
+        super().__init__(address or mesh.address, node_id, incarnation=f"{node_id}.{life}")
+        self.mesh = mesh
+        self.life = life
+        self.told = told or {}
+        self.at = address
+        self.returns = True
+        self.refuses = ""
+        self.next: Phoenix | None = None
+        self.leaving: asyncio.Task[None] | None = None
+        self.obeys = self._obey
+
+    def _hello(self) -> control_pb2.Hello:
+        return codec.encode_hello(
+            Hello(
+                self.node,
+                self._incarnation,
+                Role.WORKER,
+                "tiny",
+                held=self.held.value,
+                address="127.0.0.1:7100",
+                told=self.told,
+            )
+        )
+
+    def _obey(self, command: control_pb2.Command) -> control_pb2.CommandResult | None:
+        if command.WhichOneof("command") != "drain" or not command.drain.restart:
+            return None
+        if self.refuses:
+            return control_pb2.CommandResult(ok=False, reason="BAD_SETTING", message=self.refuses)
+        if self.leaving is None:
+            told = {**self.told, **command.drain.settings}
+            self.state = NodeState.DRAINING
+            self.link.send_event(control_pb2.NodeEvent(drain_begun=control_pb2.DrainBegun()))
+            self.leaving = asyncio.create_task(self._leave({k: v for k, v in told.items() if v}))
+        return control_pb2.CommandResult(ok=True)
+
+    async def _leave(self, told: dict[str, str]) -> None:
+        await self.link.said(2.0)
+        await self.stop()
+        if self.returns:
+            self.next = Phoenix(self.mesh, self.node.node_id, self.life + 1, told, self.at)
+            self.mesh.start_node(self.next)
+
+    @property
+    def newest(self) -> Phoenix:
+        return self.next.newest if self.next is not None else self
+
+
+async def three(mesh: Mesh, count: int = 3) -> list[Phoenix]:
+    """All of them serve."""
+    made = [Phoenix(mesh, f"w{i}") for i in range(count)]
+    for node in made:
+        mesh.start_node(node)
+    await mesh.until(lambda f: sum(m.report is not None for m in f.values()) == count)
+    return made
+
+
+def an_order(**more: Any) -> dict[str, Any]:
+    return {
+        "settings": SETTINGS, "drain_ms": 1000, "ready_ms": 30_000, "author": "ada", "reason": "more rows", **more
+    }  # fmt: skip
+
+
+async def shown(mesh: Mesh, rollout_id: str) -> admin_pb2.Rollout:
+    [found] = (await mesh.admin.rollouts(rollout_id=rollout_id)).rollouts
+    return found
+
+
+async def once(mesh: Mesh, rollout_id: str, holds: Callable[[admin_pb2.Rollout], bool]) -> admin_pb2.Rollout:
+    async with asyncio.timeout(2 * PATIENCE_S):
+        while True:
+            found = await shown(mesh, rollout_id)
+            if holds(found):
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def test_all_workers_come_back_with_what_they_were_told_one_at_a_time() -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        begun = (await mesh.admin.start_restart(**an_order())).rollout
+        assert (begun.live, begun.kind, list(begun.pending_node_ids)) == (True, "restart", ["w0", "w1", "w2"])
+        over = await once(mesh, begun.rollout_id, lambda r: not r.live)
+        assert (over.stage, over.verdict) == ("done", "3 of 3 workers were started anew")
+        assert [(w.newest.life, w.newest.told) for w in workers] == [(2, SETTINGS)] * 3
+        order = [x.text.split()[0] for x in over.lines if "to drain" in x.text or "does well" in x.text]
+        assert order == ["w0", "w0", "w1", "w1", "w2", "w2"], "nobody goes before the one before him is back"
+        assert {m.node_id: dict(m.hello.told) for m in mesh.plane.fleet} == dict.fromkeys(("w0", "w1", "w2"), SETTINGS)
+        actions = (await mesh.admin.actions(node_id="w0")).actions
+        assert [a.what for a in actions] == ["drain and restart within 1s, worker.max_num_seqs=32"]
+        assert actions[0].reason == f"restart {begun.rollout_id}: more rows"
+
+
+async def test_what_the_first_worker_refuses_stops_it_with_nothing_done() -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        workers[0].refuses = "unknown key worker.max_num_seq; did you mean max_num_seqs?"
+        begun = (await mesh.admin.start_restart(**an_order())).rollout
+        over = await once(mesh, begun.rollout_id, lambda r: not r.live)
+        assert over.stage == "stopped"
+        assert over.verdict.startswith("w0: BAD_SETTING: unknown key") and "nothing has happened" in over.verdict
+        assert [w.newest.life for w in workers] == [1, 1, 1]
+
+
+async def test_one_that_does_not_come_back_stops_it() -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        workers[0].returns = False
+        begun = (await mesh.admin.start_restart(**an_order(ready_ms=500))).rollout
+        over = await once(mesh, begun.rollout_id, lambda r: not r.live)
+        assert over.verdict.startswith("w0 does not serve again")
+        assert [w.newest.life for w in workers[1:]] == [1, 1]
+
+
+async def test_an_abort_stops_it_where_it_is() -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        begun = (await mesh.admin.start_restart(**an_order(bake_ms=600_000))).rollout
+        await once(mesh, begun.rollout_id, lambda r: "w0 is baking" in r.verdict)
+        assert mesh.plane.restarts.restarting() == {"w0"}
+        over = (await mesh.admin.end_rollout(begun.rollout_id, author="bob", reason="later")).rollout
+        assert (over.stage, over.verdict, over.live) == ("aborted", "aborted by bob (later)", False)
+        assert mesh.plane.restarts.restarting() == frozenset()
+        with pytest.raises(InvalidRequest, match="over already"):
+            await mesh.admin.end_rollout(begun.rollout_id, author="bob")
+        with pytest.raises(InvalidRequest, match="no rollout is called"):
+            await mesh.admin.end_rollout("rs-none", author="bob")
+        assert [w.newest.life for w in workers] == [2, 1, 1]
+
+
+async def test_one_lives_at_a_time() -> None:
+    async with a_mesh() as mesh:
+        await three(mesh)
+        first = (await mesh.admin.start_restart(**an_order(bake_ms=600_000))).rollout
+        with pytest.raises(Conflict, match=f"a restart is on its way: {first.rollout_id}, by ada"):
+            await mesh.admin.start_restart(**an_order())
+        await mesh.admin.end_rollout(first.rollout_id, author="ada")
+        assert (await mesh.admin.start_restart(**an_order())).rollout.live
+
+
+async def test_what_can_not_be_begun_is_refused() -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        for wrong, words in (
+            ({"node_ids": ["w7"]}, "did you mean w"),
+            ({"pool": "none"}, "no worker of pool 'none'"),
+            ({"pool": "default", "node_ids": ["w0"]}, "not both"),
+            ({"settings": {"gateway.http": "x"}}, "begin with worker"),
+            ({"author": ""}, "author"),
+            ({"drain_ms": 86_400_001}, "at most a day"),
+        ):
+            with pytest.raises(InvalidRequest, match=words):
+                await mesh.admin.start_restart(**an_order(**wrong))
+        assert not (await mesh.admin.rollouts()).rollouts
+
+
+async def test_the_only_worker_of_a_model_is_refused_and_goes_by_force() -> None:
+    async with a_mesh() as mesh:
+        (worker,) = await three(mesh, 1)
+        planned = (await mesh.admin.start_restart(**an_order(dry_run=True))).rollout
+        assert any("only worker that serves its model" in line.text for line in planned.lines)
+        assert not (await mesh.admin.rollouts()).rollouts, "a dry run leaves nothing"
+        with pytest.raises(InvalidRequest, match="nobody else serves"):
+            await mesh.admin.start_restart(**an_order())
+        begun = (await mesh.admin.start_restart(**an_order(force=True))).rollout
+        assert (await once(mesh, begun.rollout_id, lambda r: not r.live)).stage == "done"
+        assert worker.newest.told == SETTINGS
+
+
+async def test_a_new_leader_goes_on_where_the_last_one_was() -> None:
+    store = MemoryStore()
+    async with a_mesh(store) as mesh:
+        workers = await three(mesh)
+        begun = (await mesh.admin.start_restart(**an_order(bake_ms=600_000))).rollout
+        await once(mesh, begun.rollout_id, lambda r: "w0 is baking" in r.verdict)
+        await mesh.restart()
+        await asyncio.wait_for(mesh.plane.loaded(), PATIENCE_S)
+        found = await once(mesh, begun.rollout_id, lambda r: r.live)
+        assert (list(found.node_ids), list(found.pending_node_ids)) == (["w0"], ["w1", "w2"])
+        assert [w.newest.life for w in workers] == [2, 1, 1]
+
+
+async def test_one_that_was_written_and_never_told_is_told_by_the_next_leader() -> None:
+    """The leader died between the store and the worker."""
+    store = MemoryStore()
+    order = Order("ada", settings=SETTINGS, drain_ms=1000)
+    turns = (Turn("w0", "default"), Turn("w1", "default"))
+    await store.mark(Mark("restart/rs-old", 1, encode(Restart("rs-old", order, turns, 1))))
+    async with a_mesh(store) as mesh:
+        workers = await three(mesh, 2)
+        await once(mesh, "rs-old", lambda r: any("w0 is told to drain" in line.text for line in r.lines))
+        assert (await once(mesh, "rs-old", lambda r: bool(workers[0].next))).live
+
+
+@pytest.fixture
+async def pair(valkey_address: str) -> AsyncIterator[tuple[Mesh, Mesh]]:
+    name = uuid.uuid4().hex
+    stores = [RedisStore(valkey_address, name) for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        a, b = [await stack.enter_async_context(a_mesh(store)) for store in stores]
+        yield a, b
+    for store in stores:
+        await store.close()
+
+
+async def test_whichever_replica_is_asked_and_wherever_workers_are_connected(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    workers = [Phoenix(a, "w0"), Phoenix(b, "w1")]
+    for mesh, worker in zip(pair, workers, strict=True):
+        mesh.start_node(worker)
+    for mesh in pair:
+        await mesh.until(lambda f: sum(m.report is not None for m in f.values()) == 2)
+    begun = (await b.admin.start_restart(**an_order())).rollout
+    for mesh in pair:
+        over = await _listed_over(mesh, begun.rollout_id)
+        assert over.stage == "done", over.lines
+    assert [(w.newest.life, w.newest.told) for w in workers] == [(2, SETTINGS)] * 2
+
+
+async def _listed_over(mesh: Mesh, rollout_id: str) -> admin_pb2.Rollout:
+    """Also where the store has not told this replica of it yet."""
+    async with asyncio.timeout(2 * PATIENCE_S):
+        while True:
+            for found in (await mesh.admin.rollouts(rollout_id=rollout_id)).rollouts:
+                if not found.live:
+                    return found
+            await asyncio.sleep(0.05)
+
+
+async def test_only_so_many_that_are_over_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.restarts.driver.KEPT", 2)
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        ids = []
+        for _ in range(4):
+            begun = (await mesh.admin.start_restart(**an_order(bake_ms=600_000))).rollout
+            ids.append(begun.rollout_id)
+            await mesh.admin.end_rollout(begun.rollout_id, author="ada")
+        assert {r.rollout_id for r in (await mesh.admin.rollouts()).rollouts} == set(ids[2:])
+        assert {m.key for m in await mesh.store.marks() if m.key.startswith("restart/")} == {
+            f"restart/{i}" for i in ids[2:]
+        }
+
+
+# ---- the verb
+
+
+async def typed(mesh: Mesh, *words: str) -> Result:
+    root = click.Group()
+    add_parser(root)
+    return await asyncio.to_thread(CliRunner().invoke, root, ["restart", *words, "--control", mesh.address])
+
+
+async def test_the_verb_waits_until_it_is_over_and_tells_what_happens(quiet: None) -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        dry = await typed(mesh, "--set", "worker.max_num_seqs=32", "--dry-run")
+        assert dry.exit_code == 0
+        assert dry.stdout.splitlines() == [
+            "would start 2 workers anew, with worker.max_num_seqs=32",
+            "  w0 of pool default",
+            "  w1 of pool default",
+            "the first worker checks the settings before it goes",
+        ]
+        words = ("--set", "worker.max_num_seqs=32", "--drain", "1s", "--bake", "0s", "--wait")
+        done = await typed(mesh, *words)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.splitlines()[-1].endswith("done: 2 of 2 workers were started anew")
+        assert "w1 does well" in done.stdout
+        told = json.loads((await typed(mesh, *words, "--json")).stdout)
+        assert (told["stage"], told["settings"]) == ("done", SETTINGS)
+
+
+async def test_the_verb_says_how_it_ended(quiet: None) -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh, 2)
+        workers[0].refuses = "no"
+        stopped = await typed(mesh, "--set", "worker.x=1", "--wait")
+        assert (stopped.exit_code, "BAD_SETTING: no" in stopped.stdout) == (5, True)
+        begun = await typed(mesh, "--node", "w1", "--bake", "1h")
+        assert (begun.exit_code, "stop it: trimtab rollout abort rs-" in begun.stdout) == (0, True)
+        assert (await typed(mesh)).exit_code == 4, "another one is on its way"
+        for wrong in (("--set", "x"), ("--set", "=1"), ("--set", "a=1", "--set", "a=2"), ("--node", "w9")):
+            assert (await typed(mesh, *wrong)).exit_code == 2
+
+
+def test_stages_of_a_restart_are_those_that_the_wire_names() -> None:
+    assert {s.value for s in Stage} == {"rolling", "reverting", "done", "stopped", "aborted"}

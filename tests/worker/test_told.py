@@ -1,0 +1,186 @@
+"""Settings that the control plane tells a worker: what is taken, what is kept, and what a start makes of it."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from services.worker.commands import LEAVING, Commands
+from services.worker.settings import WorkerSettings
+from services.worker.told import BAD_SETTING, BadSetting, Told, decoded
+from trimtab.kit import config
+from trimtab.v1 import control_pb2
+
+FLAGS = {"engine": "simulated", "max_num_seqs": 8}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "told-w0.json"
+
+
+def load(told: Mapping[str, str]) -> WorkerSettings:
+    return config.load(WorkerSettings, "worker", flags=FLAGS, env={}, told=told)
+
+
+def a_start(path: Path, *, serves: bool = True) -> tuple[WorkerSettings, Told]:
+    told = Told(path, load)
+    settings = told.begin()
+    if serves:
+        told.served()
+    return settings, told
+
+
+def test_what_was_told_holds_from_the_next_start_on_over_flags(path: Path) -> None:
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, told.in_force) == (8, {})
+    told.tell({"worker.max_num_seqs": "32", "worker.block_size": "64"})
+    assert told.in_force == {}, "this process runs on as it was"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, settings.block_size) == (32, 64)
+    assert told.in_force == {"worker.max_num_seqs": "32", "worker.block_size": "64"}
+    told.tell({"worker.max_num_seqs": "", "worker.step_ms": "5"})
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, settings.block_size, settings.step_ms) == (8, 64, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("worker.max_num_seq", "32", "did you mean max_num_seqs"),
+        ("worker.max_num_seqs", "many", "must be a whole number"),
+        ("worker.max_num_seqs", "0", "must be at least 1"),
+        ("worker.node_id", "w9", "who and where"),
+        ("worker.control", "evil:7071", "who and where"),
+        ("worker.tls_key", "/tmp/key", "who and where"),
+        ("worker.insecure", "true", "who and where"),
+        ("gateway.http", "0.0.0.0:80", "only settings of the worker"),
+        ("worker.model", "x" * 600, "at most 512"),
+        ("worker.model", "a\nb", "printable"),
+    ],
+)
+def test_what_is_no_setting_is_refused_and_nothing_is_kept(path: Path, name: str, value: str, words: str) -> None:
+    _, told = a_start(path)
+    with pytest.raises(BadSetting, match=words):
+        told.tell({"worker.step_ms": "5", name: value})
+    assert not path.exists()
+
+
+def test_a_model_that_is_not_there_is_refused(path: Path, tmp_path: Path) -> None:
+    _, told = a_start(path)
+    with pytest.raises(BadSetting, match="there is no directory"):
+        told.tell({"worker.engine": "vllm", "worker.model": str(tmp_path / "none")})
+    told.tell({"worker.engine": "vllm", "worker.model": str(tmp_path)})
+
+
+def test_the_third_start_after_two_that_did_not_serve_goes_without(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    for _ in range(2):
+        settings, _ = a_start(path, serves=False)
+        assert settings.max_num_seqs == 32
+    for _ in range(2):
+        settings, told = a_start(path)
+        assert (settings.max_num_seqs, told.in_force) == (8, {}), "and so do those after it"
+    told.tell({"worker.step_ms": "5"})
+    settings, _ = a_start(path)
+    assert (settings.max_num_seqs, settings.step_ms) == (8, 5.0), "what was left out is not built upon"
+
+
+def test_the_third_start_goes_by_what_served_before_where_there_was_something(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    _, told = a_start(path)
+    told.tell({"worker.step_ms": "5"})
+    for _ in range(2):
+        settings, _ = a_start(path, serves=False)
+        assert (settings.max_num_seqs, settings.step_ms) == (32, 5.0)
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, settings.step_ms) == (32, 10.0)
+    assert told.in_force == {"worker.max_num_seqs": "32"}
+    assert a_start(path)[1].in_force == told.in_force, "what failed is forgotten"
+
+
+def test_where_that_fails_too_the_fifth_start_goes_without(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    _, told = a_start(path)
+    told.tell({"worker.step_ms": "5"})
+    starts = [a_start(path, serves=False)[0] for _ in range(5)]
+    assert [(s.max_num_seqs, s.step_ms) for s in starts] == [(32, 5.0)] * 2 + [(32, 10.0)] * 2 + [(8, 10.0)]
+
+
+def test_a_start_that_served_counts_anew(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    for serves in (False, True, False, True, False):
+        settings, _ = a_start(path, serves=serves)
+        assert settings.max_num_seqs == 32
+    assert decoded(path.read_bytes()).failed == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"settings": {"a": 1}, "failed": 0, "good": {}}', b'{"settings": {}}', b"\xff"]
+)
+def test_a_file_that_can_not_be_read_is_no_reason_not_to_start(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, told.in_force) == (8, {})
+    told.tell({"worker.max_num_seqs": "32"})
+    assert a_start(path)[0].max_num_seqs == 32
+
+
+def test_what_a_newer_build_was_told_is_left_out_where_it_is_no_setting_here(path: Path) -> None:
+    path.write_bytes(b'{"settings": {"of_tomorrow": "1"}, "failed": 0, "good": {}}')
+    settings, told = a_start(path)
+    assert (settings.max_num_seqs, told.in_force) == (8, {})
+
+
+class Drained:
+    """What a worker was told."""
+
+    def __init__(self, path: Path, *, obeys: bool = True) -> None:
+        self.calls: list[tuple[float, bool]] = []
+        self.obeys = obeys
+        self.commands = Commands(steering=None)  # type: ignore[arg-type]
+        self.commands.drain_by = self._drain
+        self.commands.told = a_start(path)[1]
+
+    def _drain(self, deadline_s: float, restart: bool) -> bool:
+        self.calls.append((deadline_s, restart))
+        return self.obeys
+
+    async def told(self, *, restart: bool, **settings: str) -> control_pb2.CommandResult:
+        command = control_pb2.Command(command_id="c1")
+        command.drain.deadline_ms, command.drain.restart = 1500, restart
+        command.drain.settings.update({f"worker.{name}": value for name, value in settings.items()})
+        result = await self.commands.obey(command)
+        assert result is not None
+        return result
+
+
+async def test_a_drain_keeps_what_it_says_before_it_begins(path: Path) -> None:
+    worker = Drained(path)
+    assert (await worker.told(restart=True, max_num_seqs="32")).ok
+    assert worker.calls == [(1.5, True)]
+    assert a_start(path)[0].max_num_seqs == 32
+
+
+async def test_a_drain_with_a_bad_setting_does_nothing_at_all(path: Path) -> None:
+    worker = Drained(path)
+    result = await worker.told(restart=True, max_num_seqs="-1")
+    assert (result.ok, result.reason, worker.calls) == (False, BAD_SETTING, [])
+    result = await worker.told(restart=False, max_num_seqs="32")
+    assert (result.ok, result.reason, worker.calls) == (False, BAD_SETTING, [])
+    assert a_start(path)[0].max_num_seqs == 8
+
+
+async def test_one_that_leaves_for_good_keeps_nothing(path: Path) -> None:
+    worker = Drained(path, obeys=False)
+    result = await worker.told(restart=True, max_num_seqs="32")
+    assert (result.ok, result.reason) == (False, LEAVING)
+    assert a_start(path)[0].max_num_seqs == 8
