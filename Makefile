@@ -24,8 +24,8 @@ setup: ## make .venv, install everything, fetch the default model (does nothing 
 	@test -n '$(PYTHON)' || { echo 'setup: no Python 3.11 to 3.14 found; install one, or: make setup PYTHON=/path/to/python3' >&2; exit 1; }
 	@$(PYTHON) tools/setup.py
 
-lock: ## resolve requirements/constraints*.txt anew
-	@$(PYTHON) tools/setup.py --lock
+lock: ## resolve requirements/constraints*.txt; what is pinned stays, but with ARGS=--upgrade
+	@$(PYTHON) tools/setup.py --lock $(ARGS)
 
 proto: ## generate trimtab/v1 from protos/
 	@$(BIN)/python tools/generate.py

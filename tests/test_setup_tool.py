@@ -101,3 +101,9 @@ def test_every_extra_is_in_the_project_and_every_pin_is_a_plain_version() -> Non
         lines = [x for x in (setup.ROOT / name).read_text().splitlines() if not x.startswith("#")]
         assert all("==" in line and "/" not in line and "@" not in line for line in lines)
         assert not [line for line in lines if line.startswith(setup.UNWANTED)]
+
+
+def test_a_pin_for_gpus_is_of_no_build_for_the_cpu() -> None:
+    pins = "torch==2.13.0+cpu\ntqdm==4.67.1\n"
+    assert setup.of_kind("gpu", pins) == "torch==2.13.0\ntqdm==4.67.1\n"
+    assert setup.of_kind("cpu", pins) == pins

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -179,22 +180,36 @@ def install(kind: str, uv: str, env: Mapping[str, str]) -> None:
         call(remove, "uv could not remove them", "Remove .venv and run `make setup` again.", env)
 
 
-def lock(uv: str, env: Mapping[str, str]) -> None:
-    """Rewrite the constraint files: every version pinned, nothing said about where packages come from."""
+def lock(uv: str, env: Mapping[str, str], *, upgrade: bool) -> None:
+    """Rewrite the constraint files: every version pinned, nothing said about where packages come from.
+
+    What is pinned stays as it is unless everything is to be as new as can be.
+    """
     for kind, name in CONSTRAINTS.items():
         step(f"resolving {name}")
         extras = [flag for extra in (kind, *LOCKED) for flag in ("--extra", extra)]
         what = ["pip", "compile", "pyproject.toml", *extras, "--override", "requirements/overrides.txt"]
-        what += ["--python-version", "3.11", "--upgrade", "--no-annotate"]
+        what += ["--python-version", "3.11", "--no-annotate"]
         command = [uv, *what, "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--quiet"]
         full = [*command, *torch_choices(kind, command, env)]
-        done = subprocess.run(full, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode != 0:
-            raise SetupError(f"{name} could not be resolved", "uv's message above says why.")
+        with tempfile.TemporaryDirectory() as directory:
+            # uv keeps the versions that it finds in the file that it is to write.
+            out = Path(directory) / "constraints.txt"
+            out.write_text((ROOT / name).read_text())
+            full += ["--output-file", str(out), *(["--upgrade"] if upgrade else [])]
+            done = subprocess.run(full, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, text=True, check=False)
+            if done.returncode != 0:
+                raise SetupError(f"{name} could not be resolved", "uv's message above says why.")
+            pins = out.read_text()
         header = (
             f"# Every version of a {kind} installation. Written by `make lock`, do not edit:\n# uv {' '.join(what)}\n"
         )
-        (ROOT / name).write_text(header + done.stdout)
+        (ROOT / name).write_text(header + of_kind(kind, pins))
+
+
+def of_kind(kind: str, pins: str) -> str:
+    """A machine without a GPU may know only builds for the CPU; on one with a GPU that pin could never be met."""
+    return pins.replace("+cpu", "") if kind == "gpu" else pins
 
 
 def run(args: argparse.Namespace) -> None:
@@ -209,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
         uv = get_uv()
         env = uv_environment(pip_config(), {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"})
         if args.lock:
-            lock(uv, env)
+            lock(uv, env, upgrade=args.upgrade)
             return
         STAMP.unlink(missing_ok=True)
         install(kind, uv, env)
@@ -228,6 +243,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="install again even if nothing changed")
     parser.add_argument("--no-model", action="store_true", help="leave the default model alone")
     parser.add_argument("--lock", action="store_true", help="rewrite the constraint files in requirements/")
+    parser.add_argument("--upgrade", action="store_true", help="with --lock: the newest versions, not those pinned now")
     args = parser.parse_args()
     directory = os.open(ROOT, os.O_RDONLY)
     fcntl.flock(directory, fcntl.LOCK_EX)  # two setups at once would install into each other

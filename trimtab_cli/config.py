@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -43,6 +44,9 @@ OTHER_VARIABLES = (
     "TRIMTAB_SCALE_N",
 )
 """Environment variables that are read outside the sections, and the one that `trimtab scale follow` gives its commands."""
+
+WEBHOOKS = {"alert_webhook"}
+"""Settings that are addresses whose path is the secret, as chats' are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def origins(sections: Mapping[str, type], file: Path | None, env: Mapping[str, s
                 source = str(file)
             else:
                 source = "default"
-            out.append(Origin(section, f.name, _public(getattr(loaded, f.name)), source, f.metadata["help"]))
+            out.append(Origin(section, f.name, _public(f.name, getattr(loaded, f.name)), source, f.metadata["help"]))
     return out
 
 
@@ -161,10 +165,13 @@ def _checked(path: str | None, section: tuple[str, ...], as_json: bool) -> Path 
     return file
 
 
-def _public(value: Any) -> Any:
-    """The value without the password of a URL, before its host or among its options."""
+def _public(key: str, value: Any) -> Any:
+    """The value without what opens a door: the password of a URL, before its host or among its options; of a webhook all but its host."""
     if not isinstance(value, str) or "://" not in value:
         return value
+    if key in WEBHOOKS:
+        parts = urlsplit(value)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/***"
     return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*:).*@", r"\1***@", value))
 
 

@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 BACKOFF_S = (0.1, 2.0)
 CONNECT_S = 3.0
 """A replica that has not answered Hello by then is passed over."""
+MOVE_S = 1.5
+"""The same for a stream that is to replace one that works: nothing is said meanwhile, and a node that is silent for 2.5 s is taken for lost."""
 STEADY_S = 2.0
 """A session that lived this long was a good one: the next attempt is not delayed by earlier failures."""
 PARTING_S = 0.1
@@ -155,7 +157,7 @@ class ControlLink:
         """One session, from Hello to its end, and why it ended. It may move from one stream to another on its way."""
         wire: _Wire | None = None
         try:
-            wire = await self._open(address)
+            wire = await self._open(address, CONNECT_S)
             log.info("control plane connected", control=address)
             self._sessions += 1
             self.connected = True
@@ -173,7 +175,7 @@ class ControlLink:
             if wire is not None:
                 await wire.close()
 
-    async def _open(self, address: str) -> _Wire:
+    async def _open(self, address: str, within_s: float) -> _Wire:
         """A stream whose Hello is answered. CertificateError for certificates that are just being renewed, or that somebody took away;
         AioRpcError, TimeoutError.
         """
@@ -181,7 +183,7 @@ class ControlLink:
         link = channel(address, "control", tls=self._tls)
         wire = _Wire(link, control_pb2_grpc.ControlServiceStub(link).Connect(), now)
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(within_s):
                 await wire.call.write(control_pb2.ConnectRequest(hello=self._hello()))
                 # The control plane sends its headers once it has taken the Hello; it may have nothing else to say for hours.
                 await wire.call.initial_metadata()
@@ -197,7 +199,7 @@ class ControlLink:
         if isinstance(error, grpc.aio.AioRpcError):
             said = error.details() or error.code().name
             return tls_fault(said, "control", tls=self._tls) or said
-        return str(error) or f"no answer within {CONNECT_S:.0f} s"
+        return str(error) or "no answer in time"
 
     async def _talk(self, wire: _Wire, address: str) -> str | _Wire:
         """Both directions, until the stream ends, and why, or until the session has moved to another stream. What breaks in the node's own
@@ -236,7 +238,7 @@ class ControlLink:
             async with wire.turn:
                 wire.moving = True
                 try:
-                    moved(await self._open(address))
+                    moved(await self._open(address, MOVE_S))
                     return
                 except (CertificateError, grpc.aio.AioRpcError, TimeoutError) as e:
                     wire.moving = False

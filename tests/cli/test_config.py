@@ -80,3 +80,9 @@ def test_a_password_is_not_shown() -> None:
     assert "rediss://me:***@host:6379/0" in result.stdout
     for url in ("redis://:sec@cret@host", "redis://host?db=1&password=cret"):
         assert "cret" not in config("print", env={"TRIMTAB_CONTROL_REDIS": url}).stdout
+
+
+def test_of_a_webhook_only_its_host_is_shown() -> None:
+    for url in ("https://hooks.example/T0/cret", "https://me:cret@hooks.example?k=cret", "https://hooks.example"):
+        shown = config("print", env={"TRIMTAB_CONTROL_ALERT_WEBHOOK": url}).stdout
+        assert ("cret" not in shown, '"https://hooks.example/***"' in shown) == (True, True)

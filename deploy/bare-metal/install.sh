@@ -1,0 +1,347 @@
+#!/usr/bin/env bash
+# Installs Trimtab on a machine with systemd, and takes it off again. `install.sh --help` says how.
+#
+# What is under /etc is the administrator's: it is written where it is missing, and never again. Everything else is this script's, and is
+# brought to what it should be; where it is that already, nothing is touched. Nothing is started: the last lines say how.
+set -euo pipefail
+
+usage() {
+    cat <<'HELP'
+usage: install.sh [options]                    install, or bring up to date
+       install.sh --uninstall [--purge]        take off; --purge: settings, state, models and the user too
+
+  --role R          control, gateway, worker or all; repeat it [default: all]
+  --gpus N          GPUs of this machine, each with a worker [default: what nvidia-smi lists]; with 0 one worker on the CPU
+  --numa "A B ..."  NUMA node of each GPU [default: as the kernel says]
+  --scale           also follow how many workers the pool wants (trimtab-scale)
+  --tls             take certificates from /etc/trimtab/tls (docs/install-bare-metal.md)
+  --wheel FILE      the package to install
+  --from-source     the package is this checkout [default]
+  --link-venv DIR   use this virtual environment, with Trimtab in it, instead of making one
+  --engine E        gpu, cpu or none: what workers run on [default: gpu where there are GPUs, else cpu]
+  --python P        interpreter for the environment, 3.11 to 3.14 [default: python3]
+  --prefix DIR      the environment [default: /opt/trimtab]
+  --root DIR        everything below DIR, such as an image of a machine; nothing of this one is touched
+  --dry-run         say what would be done
+HELP
+}
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source_dir=$(cd "$here/../.." && pwd)
+root='' prefix=/opt/trimtab wheel='' link='' python=python3 engine='' gpus='' numa='' dry='' uninstall='' purge='' tls='' scale=''
+roles=()
+changes=0
+UNITS=usr/local/lib/systemd/system
+UV=uv==0.13.9
+ALL_UNITS=(trimtab.target trimtab-control.service trimtab-gateway.service trimtab-worker@.service trimtab-scale.service)
+
+say() { printf '%s\n' "$*"; }
+fail() { printf 'install: %s\n' "$*" >&2; exit 2; }
+changed() { changes=$((changes + 1)); say "${dry:+would: }$*"; }
+
+# Does it, or with --dry-run doesn't.
+act() { if [[ -z $dry ]]; then "$@"; fi; }
+
+while (($#)); do
+    case $1 in
+        --role | --gpus | --numa | --wheel | --link-venv | --engine | --python | --prefix | --root)
+            (($# > 1)) || fail "$1 needs a value" ;;&
+        --role) roles+=("$2"); shift ;;
+        --gpus) gpus=$2; shift ;;
+        --numa) numa=$2; shift ;;
+        --wheel) wheel=$2; shift ;;
+        --link-venv) link=$2; shift ;;
+        --engine) engine=$2; shift ;;
+        --python) python=$2; shift ;;
+        --prefix) prefix=${2%/}; shift ;;
+        --root) root=${2%/}; shift ;;
+        --from-source) wheel='' ;;
+        --scale) scale=yes ;;
+        --tls) tls=yes ;;
+        --dry-run) dry=yes ;;
+        --uninstall) uninstall=yes ;;
+        --purge) purge=yes ;;
+        -h | --help) usage; exit 0 ;;
+        *) usage >&2; fail "no such option: $1" ;;
+    esac
+    shift
+done
+[[ ${#roles[@]} -gt 0 ]] || roles=(all)
+for role in "${roles[@]}"; do
+    [[ $role =~ ^(control|gateway|worker|all)$ ]] || fail "--role must be control, gateway, worker or all, not '$role'"
+done
+[[ $prefix == /?* && $prefix =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--prefix must be an absolute path of plain characters, not '$prefix'"
+[[ -z $root || $root == /* ]] || fail "--root must be an absolute path, not '$root'"
+[[ -z $gpus || $gpus =~ ^(0|[1-9][0-9]?)$ ]] || fail "--gpus must be a number up to 99, not '$gpus'"
+[[ $engine =~ ^(gpu|cpu|none|)$ ]] || fail "--engine must be gpu, cpu or none, not '$engine'"
+[[ -z $purge || -n $uninstall ]] || fail "--purge goes with --uninstall"
+[[ -n $root || -n $dry || $EUID -eq 0 ]] || fail "this machine's own installation needs root; --root DIR and --dry-run do not"
+
+has() { [[ " ${roles[*]} " == *" $1 "* || " ${roles[*]} " == *" all "* ]]; }
+
+# stdin becomes the file $1 (below the root) with mode $2, if it differs. Files under /etc that exist are left as they are.
+put() {
+    local to=$root/$1 mode=$2 now
+    now=$(mktemp)
+    cat >"$now"
+    if [[ $1 == etc/* && -e $to ]]; then
+        cmp -s "$now" "$to" || say "kept: /$1 (yours)"
+    elif ! cmp -s "$now" "$to"; then
+        changed "write /$1"
+        act mkdir -p "$(dirname "$to")"
+        act install -m "$mode" "$now" "$to"
+    fi
+    rm -f "$now"
+}
+
+# The unit $1 as it is for this prefix.
+put_unit() { sed "s#/opt/trimtab/#$prefix/#g" "$source_dir/deploy/systemd/$1" | put "$UNITS/$1" 0644; }
+
+delete() {
+    local path full
+    for path in "$@"; do
+        full=$root/$path
+        if [[ -n $path && (-e $full || -L $full) ]]; then
+            changed "remove /$path"
+            act rm -rf -- "$full"
+        fi
+    done
+}
+
+systemctl_() { if [[ -n $root ]]; then systemctl --root="$root" "$@"; else systemctl "$@"; fi; }
+
+enable() {
+    if [[ $(systemctl_ is-enabled "$1" 2>/dev/null || true) != enabled ]]; then
+        changed "enable $1"
+        act systemctl_ enable --quiet "$1"
+    fi
+}
+
+# The bus addresses of this machine's GPUs, in nvidia-smi's order, one a line.
+gpu_buses() {
+    if command -v nvidia-smi >/dev/null; then
+        nvidia-smi --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null | grep -E '^[0-9A-Fa-f]+:[0-9A-Fa-f]+:' || true
+    fi
+}
+
+# The NUMA node of the GPU at bus address $1 (00000000:17:00.0): as the kernel says; nothing where it knows none.
+numa_of() {
+    local bus=${1,,} node
+    node=$(cat "${TRIMTAB_SYSFS:-/sys}/bus/pci/devices/${bus: -12}/numa_node" 2>/dev/null || true)
+    if [[ $node =~ ^[0-9]+$ ]]; then printf '%s\n' "$node"; fi
+}
+
+# What of the package and its environment makes an installation another one.
+fingerprint() {
+    {
+        printf '%s\n' "$extras" "$("$python" -c 'import sys; print(sys.version)')"
+        if [[ -n $wheel ]]; then
+            sha256sum <"$wheel"
+        else
+            (cd "$source_dir" && find pyproject.toml requirements trimtab services controlplane trimtab_cli -type f \
+                ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum)
+        fi
+        sha256sum <"$constraints"
+    } | sha256sum | cut -d' ' -f1
+}
+
+# uv of the environment $1, with pip's settings, of which it knows nothing by itself.
+as_pip() {
+    local venv=$1
+    shift
+    PYTHONPATH=$source_dir/tools PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -c '
+import os, subprocess, sys
+from pip_settings import parse_pip_config, uv_environment
+said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+os.environ.pop("PYTHONPATH"), os.environ.pop("VIRTUAL_ENV", None)
+os.execve(sys.argv[1], sys.argv[1:], uv_environment(parse_pip_config(said), os.environ))
+' "$venv/bin/uv" "$@"
+}
+
+install_package() {
+    local venv=$root$prefix stamp=$root$prefix/.trimtab-install now what pins
+    if [[ -n $link ]]; then
+        [[ -x $link/bin/trimtab-worker ]] || fail "--link-venv $link: there is no bin/trimtab-worker"
+        [[ ! -e $venv || -L $venv ]] || fail "$prefix is there already and is no link; uninstall first"
+        if [[ $(readlink "$venv" || true) != "$link" ]]; then
+            changed "link $prefix to $link"
+            act mkdir -p "$(dirname "$venv")"
+            act ln -sfn "$link" "$venv"
+        fi
+        return
+    fi
+    [[ ! -L $venv ]] || fail "$prefix is a link (--link-venv); uninstall first"
+    if [[ -d $venv && ! -e $stamp && ! -e $venv/.trimtab-installing ]] && [[ -n $(ls -A "$venv") ]]; then
+        fail "$prefix is there already and was not made by this script"
+    fi
+    [[ -z $wheel || -f $wheel ]] || fail "--wheel $wheel: there is no such file"
+    "$python" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
+        || fail "$python is no Python 3.11 to 3.14 with venv; --python names another"
+    now=$(fingerprint)
+    if [[ -e $stamp && $(cat "$stamp") == "$now" ]]; then return; fi
+    what=${wheel:-$source_dir}
+    changed "install ${what##*/}$extras into $prefix"
+    if [[ -n $dry ]]; then return; fi
+    mkdir -p "$venv"
+    rm -f "$stamp"
+    touch "$venv/.trimtab-installing"
+    "$python" -m venv --clear "$venv"
+    touch "$venv/.trimtab-installing"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
+    pins=$venv/.trimtab-pins
+    # Which build of torch it is, of the same version, is the engine's affair.
+    sed -E 's/^(torch==[0-9.]+)[+].*/\1/' "$constraints" >"$pins"
+    local command=(pip install --python "$venv/bin/python" --compile-bytecode --constraint "$pins"
+        --override "$source_dir/requirements/overrides.txt" "$what$extras")
+    # torch's CPU build: where pip's settings name a place that has it, from there, else from PyTorch's own.
+    if [[ $engine == cpu ]] && has worker && ! as_pip "$venv" "${command[@]}" --dry-run --quiet 2>/dev/null; then
+        command+=(--torch-backend cpu)
+    fi
+    as_pip "$venv" "${command[@]}" --quiet
+    if [[ -n $root ]]; then
+        # Scripts name their interpreter by its place, which is another one once the root is a machine's.
+        grep -lIr "^#!$venv/" "$venv/bin" | xargs -r sed -i "1s|^#!$venv/|#!$prefix/|"
+    fi
+    printf '%s\n' "$now" >"$stamp"
+    rm -f "$venv/.trimtab-installing" "$venv/.lock"
+}
+
+make_user() {
+    put usr/local/lib/sysusers.d/trimtab.conf 0644 <"$source_dir/deploy/systemd/sysusers.conf"
+    put usr/local/lib/tmpfiles.d/trimtab.conf 0644 <"$source_dir/deploy/systemd/tmpfiles.conf"
+    if [[ $EUID -ne 0 ]]; then
+        say "not root: the user and the owners of files are left to the first boot (systemd-sysusers, systemd-tmpfiles)"
+        return
+    fi
+    if ! grep -qs '^trimtab:' "$root/etc/passwd"; then
+        changed "make the user trimtab"
+        act systemd-sysusers ${root:+"--root=$root"} "$root/usr/local/lib/sysusers.d/trimtab.conf"
+    fi
+    act systemd-tmpfiles ${root:+"--root=$root"} --create "$root/usr/local/lib/tmpfiles.d/trimtab.conf"
+}
+
+put_config() {
+    local dir=$source_dir/deploy/bare-metal
+    put etc/trimtab/trimtab.toml 0640 <"$dir/trimtab.toml"
+    if has control; then put etc/trimtab/control.env 0640 <"$dir/control.env"; fi
+    if has gateway; then put etc/trimtab/gateway.env 0640 <"$dir/gateway.env"; fi
+    if [[ -n $scale ]]; then put etc/trimtab/scale.env 0640 <"$dir/scale.env"; fi
+    if has worker; then
+        put etc/trimtab/worker.env 0640 <"$dir/worker.env"
+        for ((i = 0; i < workers; i++)); do put_worker "$i"; done
+    fi
+    if [[ -z $tls ]]; then return; fi
+    for role in control gateway worker; do
+        if has "$role"; then
+            put "etc/systemd/system/trimtab-$role${at[$role]}.service.d/20-tls.conf" 0644 <"$dir/tls/$role.conf"
+        fi
+    done
+}
+
+# Worker $1's own variables, and the CPUs and the memory that are nearest to its GPU.
+put_worker() {
+    local i=$1
+    put "etc/trimtab/worker-$i.env" 0640 <<ENV
+# What worker $i has over worker.env and trimtab.toml. Where other machines have workers in the same mesh, names must differ, and the
+# address is one that gateways reach, which needs TLS.
+#TRIMTAB_WORKER_NODE_ID=w$i
+TRIMTAB_WORKER_LISTEN=127.0.0.1:$((7100 + i))
+TRIMTAB_WORKER_METRICS=127.0.0.1:$((7200 + i))
+ENV
+    if [[ -z ${nodes[i]:-} ]]; then return; fi
+    put "etc/systemd/system/trimtab-worker@$i.service.d/10-numa.conf" 0644 <<UNIT
+# GPU $i is nearest to NUMA node ${nodes[i]}: this worker's threads and memory stay there.
+[Service]
+NUMAPolicy=bind
+NUMAMask=${nodes[i]}
+CPUAffinity=numa
+UNIT
+}
+
+put_units() {
+    put_unit trimtab.target
+    enable_these=(trimtab.target)
+    for role in control gateway worker; do
+        if has "$role"; then put_unit "trimtab-$role${at[$role]}.service"; fi
+    done
+    if has control; then enable_these+=(trimtab-control.service); fi
+    if has gateway; then enable_these+=(trimtab-gateway.service); fi
+    if has worker; then for ((i = 0; i < workers; i++)); do enable_these+=("trimtab-worker@$i.service"); done; fi
+    if [[ -n $scale ]]; then
+        put_unit trimtab-scale.service
+        enable_these+=(trimtab-scale.service)
+    fi
+    put usr/local/share/doc/trimtab/install-bare-metal.md 0644 <"$source_dir/docs/install-bare-metal.md"
+    if [[ -z $root && -z $dry ]]; then systemctl daemon-reload; fi
+    for unit in "${enable_these[@]}"; do enable "$unit"; done
+}
+
+take_off() {
+    local unit enabled=() stamp=$root$prefix/.trimtab-install
+    if [[ -z $root && -z $dry ]]; then systemctl stop trimtab.target 'trimtab-*' 2>/dev/null || true; fi
+    for unit in "$root"/etc/systemd/system/*.target.wants/trimtab{.target,-*.service}; do
+        if [[ -L $unit ]]; then enabled+=("${unit#"$root"/}"); fi
+    done
+    delete ${enabled[@]+"${enabled[@]}"} "${ALL_UNITS[@]/#/$UNITS/}"
+    delete usr/local/lib/sysusers.d/trimtab.conf usr/local/lib/tmpfiles.d/trimtab.conf usr/local/share/doc/trimtab
+    if [[ -L $root$prefix || -e $stamp || -e $root$prefix/.trimtab-installing ]]; then
+        delete "${prefix#/}"
+    elif [[ -e $root$prefix ]]; then
+        say "kept: $prefix (not made by this script)"
+    fi
+    if [[ -n $purge ]]; then
+        for unit in "$root"/etc/systemd/system/trimtab-*.service.d; do
+            if [[ -d $unit ]]; then delete "${unit#"$root"/}"; fi
+        done
+        delete etc/trimtab var/lib/trimtab var/lib/trimtab-scale var/cache/trimtab
+        if [[ -z $root ]] && getent passwd trimtab >/dev/null; then
+            changed "remove the user trimtab"
+            act userdel trimtab
+        fi
+    fi
+    if [[ -z $root && -z $dry ]]; then systemctl daemon-reload; fi
+}
+
+if [[ -n $uninstall ]]; then
+    take_off
+    say "${dry:+would be }taken off: $changes changes"
+    exit 0
+fi
+
+declare -A at=([control]='' [gateway]='' [worker]=@)
+mapfile -t buses < <(gpu_buses)
+gpus=${gpus:-${#buses[@]}}
+workers=$((gpus > 0 ? gpus : 1))
+nodes=()
+if [[ -n $numa ]]; then
+    read -ra nodes <<<"$numa"
+    [[ ${#nodes[@]} -eq $gpus && $numa =~ ^[0-9\ ]+$ ]] || fail "--numa needs a NUMA node for each of $gpus GPUs, not '$numa'"
+else
+    for ((i = 0; i < gpus; i++)); do nodes+=("$(numa_of "${buses[i]:-}")"); done
+fi
+engine=${engine:-$( ((gpus > 0)) && echo gpu || echo cpu)}
+constraints=$source_dir/requirements/constraints$([[ $engine == gpu ]] && echo -gpu || true).txt
+extras=''
+if has worker; then extras="[vllm-door$([[ $engine == none ]] || echo ",$engine")]"; fi
+
+# Units run it as the user trimtab, and see no home directory, where an interpreter may lie.
+check_package() {
+    local real
+    if [[ -n $root || -n $dry ]]; then return; fi
+    real=$(readlink -f "$prefix/bin/python")
+    if [[ $real == /home/* || $real == /root/* ]] || ! runuser -u trimtab -- "$prefix/bin/python" -c '' 2>/dev/null; then
+        fail "the units can't run $real; take an interpreter that everybody can, outside of home directories (--python)"
+    fi
+}
+
+install_package
+put_config
+put_units
+make_user
+check_package
+if ((changes == 0)); then
+    say "nothing to do: it is installed as it should be"
+    exit 0
+fi
+say "${dry:+would be }installed: $changes changes"
+say "next: edit /etc/trimtab/trimtab.toml, then $prefix/bin/trimtab config check, then systemctl start trimtab.target"

@@ -1,0 +1,214 @@
+"""The installer, in a scratch root: what it makes, what it leaves alone, and what is left when it has taken itself off."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.settings import ControlSettings
+from services.gateway.settings import GatewaySettings
+from services.worker.settings import WorkerSettings
+from tests.deploy.units import INSTALL, ROOT, VENV, install
+from trimtab.kit.config import load
+
+UNCHANGED = "nothing to do: it is installed as it should be\n"
+SETTINGS = {"control": ControlSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+
+
+def files(root: Path) -> dict[str, tuple[int, bytes]]:
+    """(mode, content) of all that is there; a link's content is where it leads. Without the databases of users."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink():
+            found[name] = (0, os.fsencode(path.readlink()))
+        elif path.is_file() and name not in ("etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc/.pwd.lock"):
+            found[name] = (path.stat().st_mode, path.read_bytes())
+    return found
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    words = [str(Path(sys.executable).parent / "shellcheck"), "--enable=require-double-brackets", str(INSTALL)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_second_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    words = ("--gpus", "2", "--numa", "0 1", "--tls", "--scale")
+    first = install(tmp_path, *words)
+    assert first.returncode == 0, first.stderr
+    before = files(tmp_path)
+    second = install(tmp_path, *words)
+    assert (second.returncode, second.stdout) == (0, UNCHANGED)
+    assert files(tmp_path) == before
+
+
+def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path) -> None:
+    dry = install(tmp_path, "--gpus", "1", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert list(tmp_path.iterdir()) == []
+    wet = install(tmp_path, "--gpus", "1")
+    assert [line.removeprefix("would: ") for line in dry.stdout.splitlines()[:-2]] == wet.stdout.splitlines()[:-2]
+
+
+def test_what_somebody_has_edited_is_never_written_over(tmp_path: Path) -> None:
+    install(tmp_path, "--gpus", "1")
+    for name in ("trimtab.toml", "worker-0.env"):
+        (tmp_path / "etc/trimtab" / name).write_text("# mine\n")
+    unit = tmp_path / "usr/local/lib/systemd/system/trimtab-gateway.service"
+    unit.write_text("# of an older version\n")
+    again = install(tmp_path, "--gpus", "1")
+    assert "kept: /etc/trimtab/trimtab.toml (yours)\n" in again.stdout
+    assert "kept: /etc/trimtab/worker-0.env (yours)\n" in again.stdout
+    assert (tmp_path / "etc/trimtab/trimtab.toml").read_text() == "# mine\n"
+    assert unit.read_text() == (ROOT / "deploy/systemd/trimtab-gateway.service").read_text()
+
+
+def test_a_role_brings_what_it_needs_and_a_later_one_is_added(tmp_path: Path) -> None:
+    install(tmp_path, "--role", "gateway")
+    units = tmp_path / "usr/local/lib/systemd/system"
+    wanted = tmp_path / "etc/systemd/system/trimtab.target.wants"
+    assert {p.name for p in units.iterdir()} == {"trimtab.target", "trimtab-gateway.service"}
+    assert {p.name for p in wanted.iterdir()} == {"trimtab-gateway.service"}
+    install(tmp_path, "--role", "worker", "--gpus", "2")
+    assert {p.name for p in wanted.iterdir()} == {
+        "trimtab-gateway.service",
+        "trimtab-worker@0.service",
+        "trimtab-worker@1.service",
+    }
+    assert (tmp_path / "etc/trimtab/worker-1.env").exists()
+    assert not (tmp_path / "etc/trimtab/control.env").exists()
+
+
+def test_secrets_are_for_root_alone(tmp_path: Path) -> None:
+    install(tmp_path, "--tls", "--scale", "--gpus", "1")
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "etc/trimtab").iterdir() if p.is_file()}
+    assert set(modes.values()) == {0o640}
+    if os.geteuid() == 0:
+        user = int(re.search(r"^trimtab:x:(\d+):", (tmp_path / "etc/passwd").read_text(), re.MULTILINE)[1])
+        assert user != 0
+        secret = {p.name: p.stat().st_gid for p in (tmp_path / "etc/trimtab").glob("*.env")}
+        assert set(secret.values()) == {0}
+        assert (tmp_path / "etc/trimtab/trimtab.toml").stat().st_gid == user
+        assert (tmp_path / "etc/trimtab/tls").stat().st_mode & 0o777 == 0o700
+
+
+def test_taking_it_off_leaves_settings_and_a_purge_leaves_nothing(tmp_path: Path) -> None:
+    install(tmp_path, "--gpus", "2", "--numa", "0 0", "--tls", "--scale")
+    state = tmp_path / "var/lib/trimtab/default/policy-w0.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    before = files(tmp_path)
+    assert install(tmp_path, "--uninstall").returncode == 0
+    left = files(tmp_path)
+    assert left == {name: what for name, what in before.items() if name in left}
+    assert {name.split("/")[0] for name in left} == {"etc", "var"}
+    assert not any("wants" in name for name in left)
+    assert install(tmp_path, "--uninstall").stdout == "taken off: 0 changes\n"
+    assert install(tmp_path, "--uninstall", "--purge").returncode == 0
+    assert files(tmp_path) == {}
+    assert (VENV / "bin" / "trimtab").exists()  # the link went, and not what it led to
+
+
+def test_a_directory_that_it_has_not_made_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "opt/trimtab/precious"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("x")
+    done = install(tmp_path)
+    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    assert "kept: /opt/trimtab" in install(tmp_path, "--uninstall", "--purge").stdout
+    assert theirs.read_text() == "x"
+
+
+def test_another_prefix_is_in_the_units(tmp_path: Path) -> None:
+    assert install(tmp_path, "--prefix", "/srv/mesh").returncode == 0
+    unit = (tmp_path / "usr/local/lib/systemd/system/trimtab-control.service").read_text()
+    assert "ExecStart=/srv/mesh/bin/trimtab-control --config" in unit
+    assert "/opt/trimtab" not in unit
+    assert (tmp_path / "srv/mesh").resolve() == VENV.resolve()
+
+
+def a_machine_with_gpus(where: Path, nodes: dict[str, str]) -> dict[str, str]:
+    """The environment in which nvidia-smi lists these bus addresses, and the kernel has them at these NUMA nodes."""
+    smi = where / "bin" / "nvidia-smi"
+    smi.parent.mkdir(parents=True)
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo {bus}\n" for bus in nodes))
+    smi.chmod(0o755)
+    for bus, node in nodes.items():
+        device = where / "sys/bus/pci/devices" / bus[-12:].lower()
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    return {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}", "TRIMTAB_SYSFS": str(where / "sys")}
+
+
+def test_each_gpu_gets_a_worker_beside_it(tmp_path: Path) -> None:
+    gpus = {"00000000:17:00.0": "0", "00000000:3D:00.0": "0", "00000000:99:00.0": "1", "00000000:BB:00.0": "-1"}
+    env = a_machine_with_gpus(tmp_path / "machine", gpus)
+    root = tmp_path / "root"
+    done = install(root, "--role", "worker", env=env)
+    assert done.returncode == 0, done.stderr
+    etc = root / "etc/systemd/system"
+    found = {}
+    for drop_in in etc.glob("trimtab-worker@*.service.d/10-numa.conf"):
+        lines = [line for line in drop_in.read_text().splitlines() if "=" in line]
+        found[drop_in.parent.name[len("trimtab-worker@")]] = lines
+    at = ["NUMAPolicy=bind", "CPUAffinity=numa"]
+    assert found == {n: [at[0], f"NUMAMask={node}", at[1]] for n, node in (("0", "0"), ("1", "0"), ("2", "1"))}
+    wanted = {p.name for p in (etc / "trimtab.target.wants").iterdir()}
+    assert wanted == {f"trimtab-worker@{i}.service" for i in range(4)}
+
+
+def test_an_nvidia_smi_that_fails_counts_no_gpus(tmp_path: Path) -> None:
+    env = a_machine_with_gpus(tmp_path / "machine", {})
+    (tmp_path / "machine/bin/nvidia-smi").write_text(
+        "#!/bin/sh\necho NVIDIA-SMI has failed because of: a driver\nexit 9\n"
+    )
+    done = install(tmp_path / "root", "--role", "worker", env=env)
+    assert done.returncode == 0, done.stderr
+    wanted = tmp_path / "root/etc/systemd/system/trimtab.target.wants"
+    assert {p.name for p in wanted.iterdir()} == {"trimtab-worker@0.service"}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--role", "store"], "--role must be"),
+        (["--gpus", "many"], "--gpus must be a number"),
+        (["--gpus", "2", "--numa", "0"], "a NUMA node for each of 2 GPUs"),
+        (["--prefix", "opt"], "--prefix must be an absolute path"),
+        (["--purge"], "--purge goes with --uninstall"),
+        (["--link-venv", str(VENV), "--gpus"], "--gpus needs a value"),
+        (["--engine", "tpu"], "--engine must be"),
+        (["--whell", "x"], "no such option: --whell"),
+        (["--link-venv", "/nowhere"], "there is no bin/trimtab-worker"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_done(tmp_path: Path, words: list[str], why: str) -> None:
+    root = tmp_path / "root"
+    done = install(root, *words)
+    assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+    assert not root.exists()
+
+
+def test_the_example_s_settings_exist_and_show_the_defaults(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/bare-metal/trimtab.toml").read_text()
+    shown = re.sub(r"^#([a-z_]+ = )", r"\1", text, flags=re.MULTILINE)
+    assert shown.count(" = ") > text.count("\n#mesh") + 15
+    file = tmp_path / "trimtab.toml"
+    file.write_text(shown)
+    for section, settings in SETTINGS.items():
+        assert load(settings, section, env={}, file=file) == settings()
+    for section in SETTINGS:
+        for line in (ROOT / f"deploy/bare-metal/{section}.env").read_text().splitlines():
+            name = line.lstrip("#").partition("=")[0]
+            if name.startswith("TRIMTAB_"):
+                assert name.removeprefix(f"TRIMTAB_{section.upper()}_").lower() in settings_of(section)
+
+
+def settings_of(section: str) -> set[str]:
+    return set(SETTINGS[section].__dataclass_fields__)

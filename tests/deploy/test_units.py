@@ -1,0 +1,138 @@
+"""The systemd units: by systemd's own checks, with every drop-in that the installer makes; and what their numbers have to do with each other."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from controlplane.cli_scale import follow
+from services.gateway.settings import GatewaySettings
+from services.worker.__main__ import ENDS_S
+from services.worker.settings import WorkerSettings
+from tests.deploy.units import ROOT, Unit, install
+from trimtab.kit.notify import PACE_S, PATIENCE_S
+from trimtab.kit.process import EXIT_RESTART
+from trimtab.policy import Policy
+from trimtab.progress import HUNG_AFTER_MS
+
+SERVICES = ("trimtab-control.service", "trimtab-gateway.service", "trimtab-worker@0.service", "trimtab-scale.service")
+NOTIFYING = SERVICES[:3]
+EXPOSED_AT_MOST = dict.fromkeys(SERVICES, 30) | {"trimtab-worker@0.service": 40}
+"""Tenths of systemd-analyze's score, 0 to 100. A worker has the GPUs' devices, and makes machine code at run time."""
+
+systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("root")
+    done = install(root, "--gpus", "1", "--numa", "0", "--tls", "--scale")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def analyze(root: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """systemd-analyze over copies in which the commands are those of this environment, which it looks for."""
+    names = []
+    for name in (*SERVICES, "trimtab.target"):
+        files = Unit(root, name).files
+        (tmp_path / name).write_text(files[0].read_text().replace("/opt/trimtab/", f"{root}/opt/trimtab/"))
+        names.append(str(tmp_path / name))
+        if files[1:]:
+            (tmp_path / f"{name}.d").mkdir()
+        for file in files[1:]:
+            (tmp_path / f"{name}.d" / file.name).write_text(file.read_text())
+    return subprocess.run(["systemd-analyze", *words, *names], capture_output=True, text=True, check=False, timeout=60)
+
+
+@systemd
+def test_systemd_takes_the_units_and_their_drop_ins(root: Path, tmp_path: Path) -> None:
+    done = analyze(root, tmp_path, "verify", "--man=no")
+    assert done.returncode == 0, done.stderr
+    assert "trimtab" not in done.stderr, done.stderr
+
+
+@systemd
+def test_systemd_finds_a_mistake_in_a_drop_in(root: Path, tmp_path: Path) -> None:
+    """The check above would see one."""
+    bad = root / "etc/systemd/system/trimtab-worker@0.service.d/99-bad.conf"
+    bad.write_text("[Service]\nNUMAPolicy=nearby\n")
+    try:
+        assert "99-bad.conf" in analyze(root, tmp_path, "verify", "--man=no").stderr
+    finally:
+        bad.unlink()
+
+
+@systemd
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_unit_is_exposed_no_more_than_it_must_be(root: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / name
+    copy.write_text("".join(file.read_text() for file in Unit(root, name).files))
+    words = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSED_AT_MOST[name]}", str(copy)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+def seconds(unit: Unit, key: str) -> float:
+    (value,) = unit.values(key)
+    return float(value)
+
+
+def test_a_drain_has_time_before_systemd_kills(root: Path) -> None:
+    """Those of the settings' default; a longer one lives on its pings, each of which must reach beyond the next and beyond the end."""
+    worker, gateway = Unit(root, "trimtab-worker@0.service"), Unit(root, "trimtab-gateway.service")
+    assert seconds(worker, "TimeoutStopSec") > WorkerSettings().drain_s + ENDS_S
+    assert seconds(gateway, "TimeoutStopSec") > GatewaySettings().drain_s
+    assert PATIENCE_S > 2 * PACE_S + ENDS_S
+
+
+def test_a_hung_worker_is_the_control_plane_s_first_and_the_watchdog_s_last(root: Path) -> None:
+    for name in NOTIFYING:
+        assert Unit(root, name).values("Type") == ["notify"]
+        assert seconds(Unit(root, name), "WatchdogSec") > 2 * PACE_S
+    watchdog_s = seconds(Unit(root, "trimtab-worker@0.service"), "WatchdogSec")
+    assert watchdog_s > 2 * (Policy().heal.no_progress_s + HUNG_AFTER_MS / 1000)
+
+
+def test_a_commanded_restart_is_a_failure_to_systemd_and_a_drain_is_none(root: Path) -> None:
+    for name in NOTIFYING:
+        unit = Unit(root, name)
+        assert unit.values("Restart") == ["on-failure"]
+        assert unit.values("SuccessExitStatus") == []
+        assert unit.values("RestartPreventExitStatus") == ["2"]
+    assert EXIT_RESTART not in (0, 2, 143)
+
+
+def test_worker_n_has_gpu_n_and_ports_of_its_own(root: Path) -> None:
+    """By the unit alone, as for one that `trimtab scale follow` starts and the installer knew nothing of."""
+    env = Unit(root, "trimtab-worker@3.service").environment
+    assert (env["TRIMTAB_WORKER_NODE_ID"], env["CUDA_VISIBLE_DEVICES"]) == ("w3", "3")
+    assert (env["TRIMTAB_WORKER_LISTEN"], env["TRIMTAB_WORKER_METRICS"]) == ("127.0.0.1:7103", "127.0.0.1:7203")
+    WorkerSettings(node_id=env["TRIMTAB_WORKER_NODE_ID"], listen=env["TRIMTAB_WORKER_LISTEN"])
+
+
+def test_no_unit_shares_its_state_with_another_user_s(root: Path) -> None:
+    """systemd gives the directory to the unit that starts."""
+    users = {}
+    for name in SERVICES:
+        unit = Unit(root, name)
+        for directory in unit.values("StateDirectory"):
+            users.setdefault(directory, set()).add(tuple(unit.values("User")))
+            assert unit.environment["TRIMTAB_STATE_DIR"] == str(root / "var/lib" / directory)
+    assert {directory: len(who) for directory, who in users.items()} == {"trimtab": 1, "trimtab-scale": 1}
+
+
+def test_the_follower_is_called_as_it_wants_to_be() -> None:
+    text = (ROOT / "deploy/systemd/trimtab-scale.service").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+    words = shlex.split(line.removeprefix("ExecStart="))
+    assert words[:3] == ["/opt/trimtab/bin/trimtab", "scale", "follow"]
+    context = follow.make_context("follow", words[3:])
+    assert context.params["start"] == "systemctl start trimtab-worker@{n}"
+    assert context.params["stop"] == "systemctl stop trimtab-worker@{n}"
+    assert isinstance(follow, click.Command)
