@@ -35,6 +35,8 @@ class Actuators:
         self.plans = Plans(store)
         self.propose: Callable[[str, Propose], Awaitable[str]] = _nobody_tries
         """Tries a policy on canaries; set by whoever drives rollouts."""
+        self.keeps: Callable[[str], str] = lambda node_id: ""
+        """Why this worker is not to be started anew now, or nothing: then it is taken to go. Set by whoever drives rolling restarts."""
         self._workers = workers
         self._steer = steer
         self._store = store
@@ -91,6 +93,9 @@ class Actuators:
     async def _restart(self, author: str, command: Restart) -> str:
         if not self._workers.runs(command.node_id, command.incarnation):
             return "that process is gone already"
+        # Asked anew: a rolling restart may have gone on since the controller looked.
+        if keeps := self.keeps(command.node_id):
+            return keeps
         request = admin_pb2.DrainNodeRequest(
             node_id=command.node_id,
             deadline_ms=int(command.drain_s * 1000),

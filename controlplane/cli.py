@@ -215,10 +215,15 @@ def history(limit: int, controllers: bool, control: str | None, as_json: bool) -
 
 
 @click.command()
+@click.option("--check", is_flag=True, help="End with exit code 5 where a node is lost, or not on the newest policy.")
 @control_option
 @json_option
-def fleet(control: str | None, as_json: bool) -> None:
-    """Show the mesh's nodes: their state, their load, and the policy that each has applied or refused."""
+def fleet(check: bool, control: str | None, as_json: bool) -> None:
+    """Show the mesh's nodes: their state, their load, and the policy that each has applied or refused.
+
+    Exit codes: 0 whatever it shows, 3 no control plane answers; with --check 5 no node is connected, one is lost, or one has refused or not
+    yet applied the newest policy. A node that was drained is not missed.
+    """
     from controlplane import render_fleet
 
     answer = ask(control, as_json, lambda client: client.fleet())
@@ -226,6 +231,11 @@ def fleet(control: str | None, as_json: bool) -> None:
         echo_json(render_fleet.fleet_json(answer))
     else:
         click.echo(render_fleet.fleet_text(answer))
+    faults = render_fleet.faults(answer) if check else []
+    for fault in faults:
+        click.echo(f"check: {fault}", err=True)
+    if faults:
+        sys.exit(ExitCode.PARTIAL)
 
 
 def end_partial(answer: Any) -> None:

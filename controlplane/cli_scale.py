@@ -88,6 +88,12 @@ def set_(
     "--node-id", default="w{n}", show_default=True, metavar="NAME", help="What instance {n} calls itself in the fleet."
 )
 @click.option(
+    "--most",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help="Instances 0 to N-1 are all that there may be, and are this follower's whoever started them. [default: no bound]",
+)
+@click.option(
     "--min-interval",
     "min_interval_ms",
     type=duration,
@@ -106,6 +112,7 @@ def follow(
     start: str,
     stop: str,
     node_id: str,
+    most: int | None,
     min_interval_ms: int,
     mesh: str,
     control: str | None,
@@ -113,9 +120,9 @@ def follow(
     """Start and stop workers as POOL wants them, for ever: by START where some are missing, by STOP where there are too many.
 
     {n} in a command stands for a free number, which is in TRIMTAB_SCALE_N too; commands are run without a shell. What was started is kept
-    in the state directory: nothing else is ever stopped, and of its own only what the control plane names as too many. Workers that others
-    started are counted. While the control plane gives no answer nothing is done. A command that fails is tried again, later each time.
-    One follower for each pool; none for the pool of a `trimtab up`, which follows by itself.
+    in the state directory: nothing else is ever stopped, save with --most, and of its own only what the control plane names as too many.
+    Workers that others started are counted. While the control plane gives no answer nothing is done. A command that fails is tried again,
+    later each time. One follower for each pool; none for the pool of a `trimtab up`, which follows by itself.
 
     \b
     trimtab scale follow --pool default \\
@@ -133,7 +140,8 @@ def follow(
     path = path_of(state_dir(mesh), pool)
     try:
         with only_one(path):
-            follower = Follower(pool, Commands(start, stop, node_id), Book(path), min_interval_s=min_interval_ms / 1000)
+            commands, interval_s = Commands(start, stop, node_id), min_interval_ms / 1000
+            follower = Follower(pool, commands, Book(path), min_interval_s=interval_s, most=most)
             ask(control or ctx.obj[0], False, follower.run)
     except BadBook as e:
         click.secho(f"error: {e}", fg="red", err=True)

@@ -97,7 +97,8 @@ class Commands:
 
 
 class Follower:
-    """Belongs to one event loop. `min_interval_s` lies between two commands. `clock` gives seconds."""
+    """Belongs to one event loop. `min_interval_s` lies between two commands. With `most`, instances 0 to most - 1 are all that there may be, and
+    are this follower's whoever started them. `clock` gives seconds."""
 
     def __init__(
         self,
@@ -106,12 +107,14 @@ class Follower:
         book: Book,
         *,
         min_interval_s: float,
+        most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._commands = commands
         self._book = book
         self._min_interval_s = min_interval_s
+        self._most = most
         self._clock = clock
         self._seen = dict.fromkeys(book.numbers, clock())
         """When each was last in the fleet, or was started."""
@@ -130,10 +133,11 @@ class Follower:
         """One look, and one command at most; without an answer none."""
         try:
             goal = desired.goal_of(await admin.scale(), self._pool)
-            self._say("" if goal else "the control plane says nothing of this pool: it is left as it is")
             if goal is None:
+                self._say("the control plane says nothing of this pool: it is left as it is")
                 return
             if desired.settled(goal):
+                self._say("")
                 self._seen = dict.fromkeys(self._book.numbers, self._clock())
                 return
             fleet = await admin.fleet()
@@ -144,20 +148,33 @@ class Follower:
 
     async def _toward(self, goal: desired.Goal, named: set[str], there: set[str]) -> None:
         now, name = self._clock(), self._commands.name
+        self._adopt(there)
         ours = {name(n): n for n in self._book.numbers}
         self._seen = {n: now if who in named else self._seen.get(n, now) for who, n in ours.items()}
+        change = desired.change(goal, ours, there - ours.keys())
+        number = desired.free_number(name, named | ours.keys())
+        full = self._most is not None and number >= self._most
+        self._say(
+            f"{change.more} more are wanted, and all {self._most} instances are taken" if full and change.more else ""
+        )
         if now < self._not_before:
             return
-        change = desired.change(goal, ours, there - ours.keys())
         facts = {"pool": self._pool, "wanted": goal.wanted, "running": goal.running, "why": goal.why}
         lost = [n for n in self._book.numbers if now - self._seen[n] > JOINS_S]
-        if change.more:
-            await self._start(desired.free_number(name, named | ours.keys()), facts)
+        if change.more and not full:
+            await self._start(number, facts)
         elif change.fewer:
             await self._stop(ours[change.fewer[0]], facts)
         elif lost and goal.running < goal.wanted:
             log.warning("an instance is not in the fleet", n=lost[0], node=name(lost[0]), for_s=round(JOINS_S))
             await self._start(lost[0], facts)
+
+    def _adopt(self, there: set[str]) -> None:
+        """Those that somebody else started, such as systemd at boot."""
+        for n in range(self._most or 0):
+            if self._commands.name(n) in there and n not in self._book.numbers:
+                log.info("one of ours that somebody else started", n=n, node=self._commands.name(n))
+                self._book.add(n)
 
     async def _start(self, n: int, facts: Mapping[str, object]) -> None:
         log.info("start", n=n, node=self._commands.name(n), **facts)

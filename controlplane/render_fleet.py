@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from controlplane.render import history_json, identity_json, node_policy_json, place, store_json, store_text
+from controlplane.render import answer_of, history_json, identity_json, node_policy_json, place, store_json, store_text
 from trimtab.codec import decode_hello, decode_state
 from trimtab.kit.cli import WIDTH, table
 
@@ -57,6 +57,22 @@ def fleet_text(answer: Any) -> str:
             subsequent_indent="  ",
         )
     return "\n".join(lines)
+
+
+def faults(answer: Any) -> list[str]:
+    """In words, what is wrong with a fleet whose every node should be there and on the newest policy; a node that was drained is not missed."""
+    found = [] if any(n.connected for n in answer.nodes) else ["no node is connected"]
+    for node in answer.nodes:
+        node_id = node.hello.node_id
+        if not node.connected:
+            found += [f"{node_id} is lost"] if _gone(node) == "lost" else []
+            continue
+        match answer_of(node.policy, answer.desired):
+            case "refused":
+                found.append(f"{node_id} refused policy {place(answer.desired)}")
+            case "waiting":
+                found.append(f"{node_id} has not applied policy {place(answer.desired)} yet")
+    return found
 
 
 def fleet_json(answer: Any) -> dict[str, Any]:

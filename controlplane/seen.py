@@ -52,6 +52,8 @@ class NodeSeen:
     gauges: Mapping[str, float] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     """Counters since the node was first heard of, across its restarts."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """As its process said them last: the same wherever they are folded."""
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=WINDOWS))
     """Closed ones, oldest first."""
     open: Mapping[str, Sequence[Sketch]] = field(default_factory=dict)

@@ -129,9 +129,10 @@ class ControlPlane:
         self._kept_rollouts = Keeper(store, self.control.noticed)
         self.control.weigh(self._kept_rollouts.weight)
         self.loop.carry_on = RolloutDriver(self._kept_rollouts, self.replica, self.fleet).tick
-        rollouts = Rollouts(self._kept_rollouts, self.replica, self.fleet, self.leader)
+        rollouts = Rollouts(self._kept_rollouts, self.replica, self.fleet, self.leader, self.restarts.rollouts)
         telling = TelemetryAdmin(self.fleet, self.telemetry, self.loop, self._exchange, self.peers, breakers)
         actuators.propose = rollouts.propose
+        actuators.keeps, self.restarts.tried = self.restarts.keeps, self._kept_rollouts
         admin = AdminServicer(
             self.replica,
             self.fleet,

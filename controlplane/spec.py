@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.errors import PolicyRefused
+from trimtab.errors import Conflict, PolicyRefused
 from trimtab.policy import FIELDS, Change, Partial, Value, diff, parse, text
 from trimtab.policy import field as field_of
 from trimtab.snapshot import Adjustment, Document, Node, Overlay, Owner, Pin, Scope, ScopeKind, resolve
@@ -73,10 +73,17 @@ def set_fields(fields: Mapping[str, str], scope: Scope | None = None) -> Build:
 
 
 def promote(name: str, fields: Mapping[str, str], scope: Scope) -> Build:
-    """What a rollout of this name has tried holds for `scope`, and its canaries have it from there: one change."""
+    """What a rollout of this name has tried holds for `scope`, and its canaries have it from there: one change.
+
+    Conflict where the document no longer has its overlay: then it was ended. Without a name nothing is asked: what would the whole scope get?
+    """
 
     def build(document: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
         kept = tuple(o for o in document.overlays if not (o.owner is Owner.ROLLOUT and o.name == name))
+        if name and len(kept) == len(document.overlays):
+            raise Conflict(
+                f"rollout {name} has ended: the policy no longer holds what it tried", metadata={"rollout": name}
+            )
         # Checked once, as a whole, below.
         tried = set_fields(fields, scope)(dataclasses.replace(document, overlays=kept), (), now_unix_ms)
         return finished(document, tried.document, nodes, now_unix_ms)

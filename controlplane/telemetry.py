@@ -198,7 +198,7 @@ class Telemetry:
             if rose:
                 totals[name] = totals.get(name, 0) + rose
                 counters[name] = counters.get(name, 0) + rose
-        node.last = report.counters
+        node.last = node.seen.counters = report.counters
 
     def _gauge(self, seen: NodeSeen, window: Window, report: Report, now: float) -> None:
         seen.state, seen.load, seen.steps, seen.gauges, seen.reported_at = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from controlplane.access import Role
 from controlplane.admin.checks import refuse_if, who_and_why
@@ -19,10 +19,12 @@ from controlplane.restarts.driver import Driver, new_id
 from controlplane.restarts.sights import Holds, sights_of
 from controlplane.restarts.state import TO_COME, Line, Order, Restart, Stage, Step, Turn
 from controlplane.restarts.steps import Answer, Ask, Sights, alone
+from controlplane.rollouts.keeper import Keeper
 from controlplane.telemetry import Telemetry
 from trimtab.codec import decode_identity
-from trimtab.errors import InvalidRequest, StoreUnavailable, TrimtabError, Violation
+from trimtab.errors import Conflict, InvalidRequest, StoreUnavailable, TrimtabError, Violation
 from trimtab.kit.tls import PLAIN
+from trimtab.messages import NodeState
 from trimtab.messages import Role as NodeRole
 from trimtab.snapshot import Identity
 from trimtab.v1 import admin_pb2
@@ -32,6 +34,8 @@ MAX_SETTINGS = 64
 MAX_SETTING_CHARS = 512
 SECTION = "worker."
 KIND = "restart"
+SENT_S = 10.0
+"""After that the fleet knows of a worker that a controller sent away, or it did not go."""
 
 
 class Restarts:
@@ -56,6 +60,10 @@ class Restarts:
         self._peers = peers
         self._workers = workers
         self._clock = clock
+        self.tried: Keeper | None = None
+        """Policies that are tried on canaries; set where there are such."""
+        self._sent: dict[str, float] = {}
+        """Workers that controllers send away, by node id, and since when."""
         self._driver = Driver(replica.store, leader, self._look, self._tell)
 
     async def run(self) -> None:
@@ -66,12 +74,40 @@ class Restarts:
         """Workers that are away for a restart, or watched after it: controllers leave them alone."""
         return self._driver.under_way
 
+    def keeps(self, node_id: str) -> str:
+        """Why a controller is not to start this worker anew now, or nothing: then it is taken to go, and nobody else of its pool is told to
+        before that is seen. One that hangs waits for nobody else."""
+        under_way, now = self.restarting(), self._clock()
+        if node_id in under_way:
+            return f"{node_id} is started anew by a restart that is on its way"
+        mine = self._fleet.member(node_id)
+        hung = mine is not None and mine.report is not None and mine.report.state is NodeState.HUNG
+        if not hung and (others := self._beside(node_id, under_way)):
+            return f"a restart is on its way in its pool: {', '.join(others)} away or watched"
+        self._sent = {n: at for n, at in self._sent.items() if now - at < SENT_S} | {node_id: now}
+        return ""
+
+    def _beside(self, node_id: str, names: Iterable[str]) -> list[str]:
+        """Those of these workers that are others of its pool."""
+        mine = self._fleet.member(node_id)
+        found = {n: self._fleet.member(n) for n in names if n != node_id}
+        return sorted(n for n, m in found.items() if m and mine and m.hello.node.pool == mine.hello.node.pool)
+
+    async def _refuse_beside_a_policy(self) -> None:
+        """Conflict while one is tried: whether it does worse could not be told from what a restart does."""
+        if self.tried is None:
+            return
+        await self.tried.look()
+        if (r := self.tried.live) is not None:
+            words = f"rollout {r.rollout_id} of {r.author} lives ({r.stage}): wait for it, or end it"
+            raise Conflict(f"{words} (trimtab rollout abort {r.rollout_id})", metadata={"rollout": r.rollout_id})
+
     def rollouts(self) -> list[admin_pb2.Rollout]:
         """All that are kept, newest first."""
         return [encode_restart(r) for r in self._driver.all]
 
     async def start(self, request: admin_pb2.StartRestartRequest) -> admin_pb2.StartRestartResponse:
-        """InvalidRequest for what can't be begun, Conflict while another one lives; StoreUnavailable where the store did not take it."""
+        """InvalidRequest for what can't be begun, Conflict while another one or a policy's rollout lives; StoreUnavailable without the store."""
         order = self._order(request)
         sights = await self._look(frozenset())
         turns = self._turns(request, sights)
@@ -83,7 +119,15 @@ class Restarts:
             raise InvalidRequest(
                 _alone_words(last, sights), violations=(Violation("force", _alone_words(last, sights)),)
             )
-        return admin_pb2.StartRestartResponse(rollout=encode_restart(await self._driver.begin(order, turns)))
+        await self._refuse_beside_a_policy()
+        begun = await self._driver.begin(order, turns)
+        try:
+            # Both may have begun at once.
+            await self._refuse_beside_a_policy()
+        except Conflict as e:
+            await self._driver.end(begun.restart_id, Stage.ABORTED, e.message)
+            raise
+        return admin_pb2.StartRestartResponse(rollout=encode_restart(begun))
 
     async def end(self, request: admin_pb2.EndRolloutRequest) -> admin_pb2.Rollout:
         """It stops where it is. InvalidRequest where nobody knows it, or it is over."""
@@ -177,6 +221,10 @@ class Restarts:
         }
 
     async def _tell(self, restart: Restart, ask: Ask) -> Answer:
+        now = self._clock()
+        sent = {n for n, at in self._sent.items() if now - at < SENT_S}
+        if ask.node_id not in sent and (others := self._beside(ask.node_id, sent)):
+            return Answer(False, "NOT_SENT", f"a controller has just sent {', '.join(others)} of its pool away")
         why = f"restart {restart.restart_id}" + (f": {restart.order.reason}" if restart.order.reason else "")
         request = admin_pb2.DrainNodeRequest(
             node_id=ask.node_id,

@@ -1,6 +1,7 @@
 """Rollouts as people ask for them: begun, shown, ended. The leader carries on what was begun here, whichever replica that was.
 
-A rollout is kept before its policy is written, so that canaries get less of new work first. What is refused leaves nothing behind.
+A rollout is kept before its policy is written, so that canaries get less of new work first. What is refused leaves nothing behind. None begins
+while a rolling restart is on its way, and the other way round: processes that people end can't be told from those that a policy ends.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from controlplane.access import Role
 from controlplane.admin.checks import refuse_if, unfit, who_and_why
@@ -44,8 +45,16 @@ ATTEMPTS = 8
 class Rollouts:
     """What AdminService does with rollouts of policies."""
 
-    def __init__(self, keeper: Keeper, replica: Replica, fleet: Fleet, leader: Leader) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        replica: Replica,
+        fleet: Fleet,
+        leader: Leader,
+        restarts: Callable[[], Iterable[admin_pb2.Rollout]],
+    ) -> None:
         self._keeper = keeper
+        self._restarts = restarts
         self._replica = replica
         self._fleet = fleet
         self._leader = leader
@@ -98,6 +107,7 @@ class Rollouts:
                 raise Conflict(
                     f"{words} (trimtab rollout abort {other.rollout_id})", metadata={"rollout": other.rollout_id}
                 )
+            self._refuse_beside_a_restart()
             fields = {field_of(path).path: typed for path, typed in fields.items()}
             document = document_of(self._replica)
             rules = resolve(document, Node("", limits=Limits()), now_unix_ms=0).policy.rollout
@@ -119,22 +129,33 @@ class Rollouts:
                 bake_s or rules.bake_s, now, now,
             ).told(now, f"canaries: {', '.join(canaries)}")  # fmt: skip
             begin = builds.begin(rollout_id, fields, scope, canaries)
+            # Nobody hears of what would be refused.
+            await self._replica.write(
+                begin, self._nodes, author=author, reason=reason, expect_version=expect_version, dry_run=True
+            )
             if dry_run:
-                await self._replica.write(
-                    begin, self._nodes, author=author, reason=reason, expect_version=expect_version, dry_run=True
-                )
                 return r
             kept = await self._keeper.save(r)
             assert kept is not None
             try:
+                # Both may have begun at once.
+                self._refuse_beside_a_restart()
                 words = f"rollout {rollout_id} to {', '.join(canaries)}" + (f": {reason}" if reason else "")
                 await self._replica.write(
                     begin, self._nodes, author=author, reason=words[:500], expect_version=expect_version
                 )
             except TrimtabError:
-                await self._keeper.remove(kept)
+                # With the store away it stays until the leader finds nothing of it in the policy.
+                with contextlib.suppress(StoreUnavailable):
+                    await self._keeper.undo(kept, unix_ms())
                 raise
             return kept
+
+    def _refuse_beside_a_restart(self) -> None:
+        r = next((x for x in self._restarts() if x.live), None)
+        if r is not None:
+            words = f"restart {r.rollout_id} of {r.author} is on its way: wait for it, or abort it"
+            raise Conflict(f"{words} (trimtab rollout abort {r.rollout_id})", metadata={"rollout": r.rollout_id})
 
     async def end(self, request: admin_pb2.EndRolloutRequest) -> Rollout:
         """By a person, now: everybody has it, or nobody. InvalidRequest for one that is not there, Conflict for one that has ended."""

@@ -64,6 +64,6 @@ def _sight(
         p99_ms=ttfts.quantile(0.99) if ttfts is not None and known else None,
         samples=ttfts.count if ttfts is not None else 0,
         objective_ms=rules.objectives.ttft_p99_ms,
-        requests=mine.totals.get(REQUESTS, 0) if mine is not None else 0,
-        errors=mine.totals.get(ERRORS, 0) if mine is not None else 0,
+        requests=mine.counters.get(REQUESTS, 0) if mine is not None else 0,
+        errors=mine.counters.get(ERRORS, 0) if mine is not None else 0,
     )

@@ -63,7 +63,7 @@ class Turn:
     """One worker's. `incarnation` is the process that it is about: the old one until that is gone, then the new one that is watched.
 
     `told_before` are settings that it ran by before; `p99_ms` is its REALTIME TTFT then, None where too little was measured. `requests` and
-    `errors` are its running totals when it began to be watched.
+    `errors` are what its process had counted when it began to be watched.
     """
 
     node_id: str

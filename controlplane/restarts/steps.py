@@ -36,7 +36,8 @@ LEAVES = "LEAVING"
 class Sight:
     """A worker at a moment. `took` says that it runs by the newest policy, `refused` why it does not; `lost_ms` is how long it has been away.
 
-    `p99_ms` is the REALTIME TTFT of this process over `samples`, None where there are too few; `requests` and `errors` are running totals.
+    `p99_ms` is the REALTIME TTFT of this process over `samples`, None where there are too few; `requests` and `errors`
+    are what the process itself has counted, so that every replica has the same of it.
     """
 
     node_id: str
@@ -112,8 +113,7 @@ def answered(restart: Restart, node_id: str, answer: Answer, now_ms: int) -> Res
     untouched = all(t.step in (Step.PENDING, Step.LEFT_OUT) for t in restart.turns if t.node_id != node_id)
     if answer.reason in NOTHING_HAPPENED and untouched:
         words += " (nothing has happened)"
-    failed = restart.turned(replace(turn, step=Step.FAILED, since_ms=now_ms))
-    return failed.ended(Stage.STOPPED, words, now_ms)
+    return _failed(restart, turn, words, now_ms, may_revert=False)
 
 
 def settings_of(restart: Restart, turn: Turn) -> dict[str, str]:
@@ -241,14 +241,18 @@ def _figures(turn: Turn, s: Sight) -> str:
 
 
 def _failed(r: Restart, turn: Turn, words: str, now_ms: int, evidence: str = "", *, may_revert: bool = True) -> Restart:
-    """It goes no further: it stops, or this worker gets its settings of before first."""
+    """It goes no further: it stops, or this worker gets its settings of before first. Whoever else is on that way comes to its end."""
     if r.order.revert and r.order.settings and may_revert and not turn.reverting:
         back = Turn(turn.node_id, turn.pool, told_before=turn.told_before, reverting=True)
-        reverting = replace(r.turned(back), stage=Stage.REVERTING, verdict=words)
+        reverting = replace(r.turned(back), stage=Stage.REVERTING, verdict=r.verdict or words)
         return reverting.said(now_ms, f"{words}; it gets its settings of before", evidence)
-    said = f"{r.verdict}; then {words}" if turn.reverting else words
+    said = words + (f" ({evidence})" if evidence else "")
     failed = r.turned(replace(turn, step=Step.FAILED, since_ms=now_ms))
-    return failed.ended(Stage.STOPPED, said + (f" ({evidence})" if evidence else ""), now_ms)
+    if r.stage is not Stage.REVERTING:
+        return failed.ended(Stage.STOPPED, said, now_ms)
+    # The first reason stands; of those after it, only what keeps a worker from its settings of before.
+    verdict = f"{r.verdict}; then {said}" if turn.reverting else r.verdict
+    return replace(failed, verdict=verdict).said(now_ms, words, evidence)
 
 
 # ---- who goes next
@@ -318,8 +322,8 @@ def _baked(r: Restart, node_id: str) -> bool:
 
 def _over(r: Restart, now_ms: int) -> Restart:
     if r.stage is Stage.REVERTING:
-        back = ", ".join(t.node_id for t in r.turns if t.reverting)
-        return r.ended(Stage.STOPPED, f"{r.verdict}; {back} runs by its settings of before", now_ms)
+        back = [f"; {t.node_id} runs by its settings of before" for t in r.turns if t.reverting and t.step is Step.DONE]
+        return r.ended(Stage.STOPPED, "".join([r.verdict, *back]), now_ms)
     done = sum(t.step is Step.DONE for t in r.turns)
     left = [t.node_id for t in r.turns if t.step is Step.LEFT_OUT]
     words = f"{done} of {len(r.turns)} workers were started anew"

@@ -40,7 +40,7 @@ def begin(rollout_id: str, fields: Mapping[str, str], scope: Scope, canaries: tu
                     field=path,
                 )
         known = list(nodes)
-        if not promote(rollout_id, fields, scope)(document, known, now_unix_ms).changes:
+        if not promote("", fields, scope)(document, known, now_unix_ms).changes:
             raise PolicyRefused("nothing would change: it is set so already", reason="NOTHING_CHANGES")
         return _with_overlay(document, rollout_id, partial, canaries, known, now_unix_ms)
 

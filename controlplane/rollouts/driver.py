@@ -53,10 +53,10 @@ class RolloutDriver:
             await self._sweep(lease, policies.document)
             return
         if self._watching is None or not self._watching.of(r):
-            self._watching = Watching(r, seen, policies)
+            self._watching = Watching(r, seen, policies, now, self._watching)
         after = self._watching.look(r, seen, policies, now)
         if after.live and after.extended > r.extended:
-            self._watching = Watching(after, seen, policies)
+            self._watching = Watching(after, seen, policies, now, self._watching)
         if after.stage is r.stage and after.canaries == r.canaries:
             if (after.looks, after.lines) != (r.looks, r.lines) or now - self._saved_ms >= SAVE_MS:
                 await self._keeper.save(after)
@@ -72,7 +72,6 @@ class RolloutDriver:
         log.info("rollout", rollout=r.rollout_id, stage=after.stage.value, because=after.verdict)
         await apply(self._replica, self._nodes, after, author=AUTHOR, reason=_reason(after), lease=lease)
         await self._keeper.save(after)
-        self._watching = None
 
     async def _sweep(self, lease: Lease, document: Document) -> None:
         """What a rollout has left in the policy that has ended, or that nobody knows, is taken out."""

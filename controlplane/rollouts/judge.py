@@ -98,9 +98,9 @@ class Bench:
                 self._tallies[name] = Tally(*objectives(group))
 
     @property
-    def restarts(self) -> tuple[int, int]:
-        """Processes that ended since: of canaries, of the rest."""
-        return tuple(sum(self._tallies[n].restarts for n in side) for side in self._sides())  # type: ignore[return-value]
+    def compared(self) -> tuple[list[str], list[str]]:
+        """Canaries, and the rest."""
+        return self._sides()
 
     def look(self, seen: Seen, rules: RolloutPart) -> Judgement:
         for name, tally in self._tallies.items():

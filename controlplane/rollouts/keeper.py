@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from controlplane.rollouts.state import PREFIX, Rollout, decode, encode
+from controlplane.rollouts.state import PREFIX, Rollout, Stage, decode, encode
 from controlplane.store import Mark, PolicyStore
 from trimtab.errors import StoreUnavailable
 
 KEPT = 20
 """That have ended, the newest."""
+ATTEMPTS = 8
+"""Times that one is undone anew because the leader came between."""
 
 
 class Keeper:
@@ -55,8 +57,19 @@ class Keeper:
         await self._forget()
         return after
 
-    async def remove(self, r: Rollout) -> None:
-        """It never was: its policy was not taken."""
+    async def undo(self, r: Rollout, now_unix_ms: int) -> None:
+        """It never was: its policy was not taken. A leader may have carried it on meanwhile, so it is ended first: all replicas hear of that."""
+        for _ in range(ATTEMPTS):
+            if not r.live:
+                break
+            over = await self.save(r.ended(Stage.ABORTED, now_unix_ms, "aborted: the policy did not take it"))
+            found = over or self._known.get(r.rollout_id)
+            if found is None:
+                return
+            r = found
+        await self._remove(r)
+
+    async def _remove(self, r: Rollout) -> None:
         self._known.pop(r.rollout_id, None)
         self._weigh()
         await self._store.unmark(_mark(r))
@@ -83,7 +96,7 @@ class Keeper:
     async def _forget(self) -> None:
         for old in [r for r in self.all() if not r.live][KEPT:]:
             with contextlib.suppress(StoreUnavailable):
-                await self.remove(old)
+                await self._remove(old)
 
 
 def _mark(r: Rollout) -> Mark:

@@ -68,13 +68,13 @@ class RolloutRehearsal(Rehearsal):
 
     def _carry_on(self, r: Rollout, now: float) -> None:
         seen, policies = self._telemetry.seen(self._fleet, (), now), Policies(self.document)
+        now_ms = int(1000.0 * now)
         if self._watching is None or not self._watching.of(r):
-            self._watching = Watching(r, seen, policies)
-        after = self._watching.look(r, seen, policies, int(1000.0 * now))
+            self._watching = Watching(r, seen, policies, now_ms, self._watching)
+        after = self._watching.look(r, seen, policies, now_ms)
         if after.live and after.extended > r.extended:
-            self._watching = Watching(after, seen, policies)
+            self._watching = Watching(after, seen, policies, now_ms, self._watching)
         if after.stage is not r.stage or after.canaries != r.canaries:
             nodes = [h.node for h in self._workers.values()]
-            self.document = build_of(after)(self.document, nodes, int(1000.0 * now)).document
-            self._watching = None
+            self.document = build_of(after)(self.document, nodes, now_ms).document
         self.rollout = after

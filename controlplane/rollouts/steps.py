@@ -3,7 +3,8 @@
 Worse canaries are taken back at the second look in a row that finds them so, at any time. A bake that ends with too little to tell is
 lengthened; in the end what nobody could tell is taken back, not promoted. A canary that is gone is not replaced: one that has just got the
 policy has no evidence to go on from, and where the policy is what ends workers the next one would end too. The rest is judged without it,
-and where no canary is left for a while the policy is taken back.
+and where no canary is left for a while the policy is taken back. As long as one that may come back is away, or is compared with nobody, the
+policy goes no further: what its bake came to without that canary says too little. That is waited for as long as a bake can be lengthened.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RESTARTS = 2
 class Facts:
     """What is to be known beside the measures. `present` says whether the policy still holds the rollout, `done` that all have it; `theirs`
     what people have changed of its fields, in words; `absent_s` for how long no canary has been there; `restarts` processes that ended, of
-    canaries and of the rest; `out_of_memory` canaries whose engine ran out of memory; `others` workers that would have it next.
+    canaries and of the rest; `out_of_memory` canaries whose engine ran out of memory; `waits` which canaries are to be waited for, in words, and
+    `waits_s` for how long they have been; `others` workers that would have it next.
     """
 
     present: bool = True
@@ -37,6 +39,8 @@ class Facts:
     absent_s: float = 0.0
     restarts: tuple[int, int] = (0, 0)
     out_of_memory: tuple[str, ...] = ()
+    waits: str = ""
+    waits_s: float = 0.0
     others: Sequence[Worker] = ()
 
 
@@ -68,6 +72,11 @@ def advance(r: Rollout, j: Judgement, facts: Facts, now_unix_ms: int) -> Rollout
     r = replace(r, looks=0)
     if now_unix_ms < r.began_unix_ms + 1000 * r.bake_s * (1 + r.extended):
         return r
+    if facts.waits:
+        if facts.waits_s >= max(LOST_S, EXTENSIONS * r.bake_s):
+            return r.ended(Stage.ROLLED_BACK, now_unix_ms, f"undecided: {facts.waits}")
+        words = f"waits: {facts.waits}"
+        return r if r.verdict == words else r.told(now_unix_ms, words)
     if j.undecided:
         if r.extended >= EXTENSIONS:
             return r.ended(Stage.ROLLED_BACK, now_unix_ms, f"undecided: {j.undecided}")

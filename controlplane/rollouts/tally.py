@@ -65,15 +65,12 @@ class Tally:
     since: int | None = None
     """The newest window that had been closed when it was first looked at."""
     counts: Counts = field(default_factory=Counts)
-    restarts: int = 0
-    """Processes that ended since."""
     overdue: int = 0
     _start: dict[str, int] = field(default_factory=dict)
     _closed: int = 0
     _firsts: tuple[int, int, int] = (0, 0, 0)
     """(REALTIME, late, all) of windows that are closed."""
     _before: tuple[int, int, int] = (0, 0, 0)
-    _restarts: int = 0
     _waits: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WAITS))
     """(when, first tokens until then, REALTIME waiting)"""
     _reported_at: float = 0.0
@@ -101,7 +98,6 @@ class Tally:
                 full_tokens, full_s = full_tokens + done - self._done, full_s + n.reported_at - self._reported_at
             seen_s += n.reported_at - self._reported_at
             self._reported_at, self._waited, self._done = n.reported_at, waited, done
-        self.restarts = n.restarts - self._restarts
         self.counts = Counts(
             max(had.firsts, firsts + self.overdue),
             max(had.late, late + self.overdue),
@@ -121,7 +117,6 @@ class Tally:
         self.since = self._closed = n.windows[-1].number if n.windows else 0
         self._before = self._of(_each(n))
         self._start = {name: n.totals.get(name, 0) for name in TOTALS}
-        self._restarts = n.restarts
         self._reported_at = n.joined_at if n.reported_at is None else n.reported_at
 
     def _total(self, n: NodeSeen) -> dict[str, int]:

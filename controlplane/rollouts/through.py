@@ -1,9 +1,9 @@
 """Controllers' own moves, tried on canaries first: those of the controllers that `rollout.through` names. Pure.
 
 A move for the mesh or a pool that does not hold yet goes to one worker of each pool and model alone, is judged like a rollout, and holds
-where it was meant to once its bake is over. Worse or undecided, it is taken back, and is not tried again for a while. Moves of single nodes
-pass, and so do those that come nearer to what people have set, or are taken back: for that nobody waits. A new leader tries anew what did
-not hold yet.
+where it was meant to once its bake is over and its canaries serve. Worse or undecided, it is taken back, and is not tried again for a while.
+Moves of single nodes pass, and so do those that come nearer to what people have set, or are taken back: for that nobody waits. A new leader
+tries anew what did not hold yet.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from controlplane.controllers.decision import Alert, Controller, Move, Severity
 from controlplane.policies import Policies
+from controlplane.rollouts.attendance import serves
 from controlplane.rollouts.choose import Group, Wanted, Worker, choose
 from controlplane.rollouts.judge import Bench
 from controlplane.rollouts.state import Wealth
-from controlplane.rollouts.steps import LOOKS
+from controlplane.rollouts.steps import LOOKS, LOST_S
 from controlplane.seen import Seen
 from controlplane.spec import FACTOR, Key
 from trimtab.errors import TrimtabError
@@ -82,13 +83,15 @@ class Through:
         judgement = trial.bench.look(seen, rules)
         trial.looks = trial.looks + 1 if judgement.worse else 0
         over = seen.now - trial.began >= rules.bake_s
-        if trial.looks >= LOOKS or (over and judgement.undecided):
+        away = [name for name in trial.canaries if (n := seen.nodes.get(name)) is None or not serves(n)]
+        lost = f"{', '.join(away)} not serving" if away and seen.now - trial.began >= rules.bake_s + LOST_S else ""
+        if trial.looks >= LOOKS or (over and not away and judgement.undecided) or lost:
             del self._trials[key]
             self._refused[key, value] = seen.now + REFUSED_S
-            why = "; ".join(judgement.worse) or judgement.undecided
+            why = "; ".join(judgement.worse) or lost or judgement.undecided
             self.told.append((key[0], f"takes {m.field} back from {', '.join(trial.canaries)}", why))
             return before
-        if over:
+        if over and not away:
             return [m]
         return [*before, *(_at(m, held, name) for name in trial.canaries)]
 

@@ -4,6 +4,8 @@
 # What is under /etc is the administrator's: it is written where it is missing, and never again. Everything else is this script's, and is
 # brought to what it should be; where it is that already, nothing is touched. Nothing is started: the last lines say how.
 set -euo pipefail
+# The last of a pipeline runs in this shell, so that what it changes is counted.
+shopt -s lastpipe
 
 usage() {
     cat <<'HELP'
@@ -13,8 +15,11 @@ usage: install.sh [options]                    install, or bring up to date
   --role R          control, gateway, worker or all; repeat it [default: all]
   --gpus N          GPUs of this machine, each with a worker [default: what nvidia-smi lists]; with 0 one worker on the CPU
   --numa "A B ..."  NUMA node of each GPU [default: as the kernel says]
+  --address ADDR    where the processes listen, as other machines reach this one [default: 127.0.0.1]
+  --name NAME       this machine's name in the mesh: its nodes are NAME-w0, NAME-g0 [default: w0, g0]
   --scale           also follow how many workers the pool wants (trimtab-scale)
   --tls             take certificates from /etc/trimtab/tls (docs/install-bare-metal.md)
+  --tls-credentials likewise, as systemd's copies, one unit's for that unit alone; renewed ones hold from its next start
   --wheel FILE      the package to install
   --from-source     the package is this checkout [default]
   --link-venv DIR   use this virtual environment, with Trimtab in it, instead of making one
@@ -22,18 +27,19 @@ usage: install.sh [options]                    install, or bring up to date
   --python P        interpreter for the environment, 3.11 to 3.14 [default: python3]
   --prefix DIR      the environment [default: /opt/trimtab]
   --root DIR        everything below DIR, such as an image of a machine; nothing of this one is touched
+  --force           replace the environment though units run in it
   --dry-run         say what would be done
 HELP
 }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source_dir=$(cd "$here/../.." && pwd)
-root='' prefix=/opt/trimtab wheel='' link='' python=python3 engine='' gpus='' numa='' dry='' uninstall='' purge='' tls='' scale=''
+root='' prefix=/opt/trimtab wheel='' link='' python=python3 engine='' gpus='' numa='' dry='' uninstall='' purge='' tls='' scale='' force=''
+address=127.0.0.1 name=''
 roles=()
 changes=0
 UNITS=usr/local/lib/systemd/system
-UV=uv==0.13.9
-ALL_UNITS=(trimtab.target trimtab-control.service trimtab-gateway.service trimtab-worker@.service trimtab-scale.service)
+ALL_UNITS=(trimtab.target trimtab-control.service trimtab-gateway.service trimtab-worker@.service trimtab-gpu.service trimtab-scale.service)
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install: %s\n' "$*" >&2; exit 2; }
@@ -44,9 +50,11 @@ act() { if [[ -z $dry ]]; then "$@"; fi; }
 
 while (($#)); do
     case $1 in
-        --role | --gpus | --numa | --wheel | --link-venv | --engine | --python | --prefix | --root)
+        --role | --address | --name | --gpus | --numa | --wheel | --link-venv | --engine | --python | --prefix | --root)
             (($# > 1)) || fail "$1 needs a value" ;;&
         --role) roles+=("$2"); shift ;;
+        --address) address=$2; shift ;;
+        --name) name=$2; shift ;;
         --gpus) gpus=$2; shift ;;
         --numa) numa=$2; shift ;;
         --wheel) wheel=$2; shift ;;
@@ -57,7 +65,9 @@ while (($#)); do
         --root) root=${2%/}; shift ;;
         --from-source) wheel='' ;;
         --scale) scale=yes ;;
-        --tls) tls=yes ;;
+        --tls) tls=tls ;;
+        --tls-credentials) tls='tls-credentials' ;;
+        --force) force=yes ;;
         --dry-run) dry=yes ;;
         --uninstall) uninstall=yes ;;
         --purge) purge=yes ;;
@@ -74,10 +84,17 @@ done
 [[ -z $root || $root == /* ]] || fail "--root must be an absolute path, not '$root'"
 [[ -z $gpus || $gpus =~ ^(0|[1-9][0-9]?)$ ]] || fail "--gpus must be a number up to 99, not '$gpus'"
 [[ $engine =~ ^(gpu|cpu|none|)$ ]] || fail "--engine must be gpu, cpu or none, not '$engine'"
+[[ $address =~ ^([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\])$ && $address != 0.0.0.0 ]] \
+    || fail "--address must be one that other machines reach, such as 10.0.0.5 or [fd00::5], not '$address'"
+[[ $name =~ ^([A-Za-z0-9][A-Za-z0-9._-]{0,40})?$ ]] || fail "--name must be letters, digits, dots, dashes or underscores, not '$name'"
 [[ -z $purge || -n $uninstall ]] || fail "--purge goes with --uninstall"
 [[ -n $root || -n $dry || $EUID -eq 0 ]] || fail "this machine's own installation needs root; --root DIR and --dry-run do not"
 
+name=${name:+$name-}
 has() { [[ " ${roles[*]} " == *" $1 "* || " ${roles[*]} " == *" all "* ]]; }
+
+# shellcheck source=deploy/bare-metal/environment.sh
+source "$here/environment.sh"
 
 # stdin becomes the file $1 (below the root) with mode $2, if it differs. Files under /etc that exist are left as they are.
 put() {
@@ -117,6 +134,18 @@ enable() {
     fi
 }
 
+# Units that are enabled and that nobody asks for any more: of GPUs that are gone, or of another role.
+disable_others() {
+    local link unit
+    for link in "$root"/etc/systemd/system/*.wants/trimtab-*.service; do
+        unit=${link##*/}
+        if [[ -L $link && " $* " != *" $unit "* ]]; then
+            changed "disable $unit, which was not asked for (it runs on where it does: systemctl stop $unit)"
+            act systemctl_ disable --quiet "$unit"
+        fi
+    done
+}
+
 # The bus addresses of this machine's GPUs, in nvidia-smi's order, one a line.
 gpu_buses() {
     if command -v nvidia-smi >/dev/null; then
@@ -131,84 +160,14 @@ numa_of() {
     if [[ $node =~ ^[0-9]+$ ]]; then printf '%s\n' "$node"; fi
 }
 
-# What of the package and its environment makes an installation another one.
-fingerprint() {
-    {
-        printf '%s\n' "$extras" "$("$python" -c 'import sys; print(sys.version)')"
-        if [[ -n $wheel ]]; then
-            sha256sum <"$wheel"
-        else
-            (cd "$source_dir" && find pyproject.toml requirements trimtab services controlplane trimtab_cli -type f \
-                ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum)
-        fi
-        sha256sum <"$constraints"
-    } | sha256sum | cut -d' ' -f1
-}
-
-# uv of the environment $1, with pip's settings, of which it knows nothing by itself.
-as_pip() {
-    local venv=$1
-    shift
-    PYTHONPATH=$source_dir/tools PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -c '
-import os, subprocess, sys
-from pip_settings import parse_pip_config, uv_environment
-said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
-os.environ.pop("PYTHONPATH"), os.environ.pop("VIRTUAL_ENV", None)
-os.execve(sys.argv[1], sys.argv[1:], uv_environment(parse_pip_config(said), os.environ))
-' "$venv/bin/uv" "$@"
-}
-
-install_package() {
-    local venv=$root$prefix stamp=$root$prefix/.trimtab-install now what pins
-    if [[ -n $link ]]; then
-        [[ -x $link/bin/trimtab-worker ]] || fail "--link-venv $link: there is no bin/trimtab-worker"
-        [[ ! -e $venv || -L $venv ]] || fail "$prefix is there already and is no link; uninstall first"
-        if [[ $(readlink "$venv" || true) != "$link" ]]; then
-            changed "link $prefix to $link"
-            act mkdir -p "$(dirname "$venv")"
-            act ln -sfn "$link" "$venv"
-        fi
-        return
-    fi
-    [[ ! -L $venv ]] || fail "$prefix is a link (--link-venv); uninstall first"
-    if [[ -d $venv && ! -e $stamp && ! -e $venv/.trimtab-installing ]] && [[ -n $(ls -A "$venv") ]]; then
-        fail "$prefix is there already and was not made by this script"
-    fi
-    [[ -z $wheel || -f $wheel ]] || fail "--wheel $wheel: there is no such file"
-    "$python" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
-        || fail "$python is no Python 3.11 to 3.14 with venv; --python names another"
-    now=$(fingerprint)
-    if [[ -e $stamp && $(cat "$stamp") == "$now" ]]; then return; fi
-    what=${wheel:-$source_dir}
-    changed "install ${what##*/}$extras into $prefix"
-    if [[ -n $dry ]]; then return; fi
-    mkdir -p "$venv"
-    rm -f "$stamp"
-    touch "$venv/.trimtab-installing"
-    "$python" -m venv --clear "$venv"
-    touch "$venv/.trimtab-installing"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
-    pins=$venv/.trimtab-pins
-    # Which build of torch it is, of the same version, is the engine's affair.
-    sed -E 's/^(torch==[0-9.]+)[+].*/\1/' "$constraints" >"$pins"
-    local command=(pip install --python "$venv/bin/python" --compile-bytecode --constraint "$pins"
-        --override "$source_dir/requirements/overrides.txt" "$what$extras")
-    # torch's CPU build: where pip's settings name a place that has it, from there, else from PyTorch's own.
-    if [[ $engine == cpu ]] && has worker && ! as_pip "$venv" "${command[@]}" --dry-run --quiet 2>/dev/null; then
-        command+=(--torch-backend cpu)
-    fi
-    as_pip "$venv" "${command[@]}" --quiet
-    if [[ -n $root ]]; then
-        # Scripts name their interpreter by its place, which is another one once the root is a machine's.
-        grep -lIr "^#!$venv/" "$venv/bin" | xargs -r sed -i "1s|^#!$venv/|#!$prefix/|"
-    fi
-    printf '%s\n' "$now" >"$stamp"
-    rm -f "$venv/.trimtab-installing" "$venv/.lock"
-}
-
 make_user() {
+    local private=''
     put usr/local/lib/sysusers.d/trimtab.conf 0644 <"$source_dir/deploy/systemd/sysusers.conf"
-    put usr/local/lib/tmpfiles.d/trimtab.conf 0644 <"$source_dir/deploy/systemd/tmpfiles.conf"
+    # Where systemd hands out copies of the certificates, root alone reads them.
+    if [[ $tls == tls-credentials ]] || grep -qs '^LoadCredential=' "$root"/etc/systemd/system/trimtab-*.service.d/*.conf; then
+        private='/tls/ s/0640 root trimtab/0600 root root/; /tls / s/0750 root trimtab/0700 root root/'
+    fi
+    sed "$private" "$source_dir/deploy/systemd/tmpfiles.conf" | put usr/local/lib/tmpfiles.d/trimtab.conf 0644
     if [[ $EUID -ne 0 ]]; then
         say "not root: the user and the owners of files are left to the first boot (systemd-sysusers, systemd-tmpfiles)"
         return
@@ -221,11 +180,15 @@ make_user() {
 }
 
 put_config() {
-    local dir=$source_dir/deploy/bare-metal
-    put etc/trimtab/trimtab.toml 0640 <"$dir/trimtab.toml"
-    if has control; then put etc/trimtab/control.env 0640 <"$dir/control.env"; fi
-    if has gateway; then put etc/trimtab/gateway.env 0640 <"$dir/gateway.env"; fi
-    if [[ -n $scale ]]; then put etc/trimtab/scale.env 0640 <"$dir/scale.env"; fi
+    local dir=$source_dir/deploy/bare-metal there=''
+    if has control && [[ $address != 127.0.0.1 ]]; then there=$address:7071; fi
+    sed "${there:+s/^#control = .*/control = [\"$there\"]/}" "$dir/trimtab.toml" | put etc/trimtab/trimtab.toml 0640
+    if has control; then put_env control "$(beyond "TRIMTAB_CONTROL_LISTEN=$address:7071")"; fi
+    if has gateway; then
+        put_env gateway "${name:+TRIMTAB_GATEWAY_NODE_ID=${name}g0}" \
+            "$(beyond "TRIMTAB_GATEWAY_LISTEN=$address:7070")" "$(beyond "TRIMTAB_GATEWAY_HTTP=$address:7080")"
+    fi
+    if [[ -n $scale ]]; then put_env scale "${there:+TRIMTAB_CONTROL=$there}" "${name:+NODE_ID=${name}w{n\}}" "$( ((gpus == 0)) || echo "MOST=$gpus")"; fi
     if has worker; then
         put etc/trimtab/worker.env 0640 <"$dir/worker.env"
         for ((i = 0; i < workers; i++)); do put_worker "$i"; done
@@ -233,19 +196,28 @@ put_config() {
     if [[ -z $tls ]]; then return; fi
     for role in control gateway worker; do
         if has "$role"; then
-            put "etc/systemd/system/trimtab-$role${at[$role]}.service.d/20-tls.conf" 0644 <"$dir/tls/$role.conf"
+            sed "s#/tls/$role-#&$name#" "$dir/$tls/$role.conf" \
+                | put "etc/systemd/system/trimtab-$role${at[$role]}.service.d/20-tls.conf" 0644
         fi
     done
+}
+
+# $1, where this machine's address is one for others too.
+beyond() { if [[ $address != 127.0.0.1 ]]; then printf '%s\n' "$1"; fi; }
+
+# The file of unit $1's variables, and the lines that this machine needs besides.
+put_env() {
+    { cat "$source_dir/deploy/bare-metal/$1.env"; printf '%s\n' "${@:2}" | sed '/^$/d'; } | put "etc/trimtab/$1.env" 0640
 }
 
 # Worker $1's own variables, and the CPUs and the memory that are nearest to its GPU.
 put_worker() {
     local i=$1
     put "etc/trimtab/worker-$i.env" 0640 <<ENV
-# What worker $i has over worker.env and trimtab.toml. Where other machines have workers in the same mesh, names must differ, and the
+# What worker $i has over worker.env, its unit and trimtab.toml. Where other machines have workers in the same mesh, names must differ, and the
 # address is one that gateways reach, which needs TLS.
-#TRIMTAB_WORKER_NODE_ID=w$i
-TRIMTAB_WORKER_LISTEN=127.0.0.1:$((7100 + i))
+$([[ -n $name ]] || echo '#')TRIMTAB_WORKER_NODE_ID=${name}w$i
+TRIMTAB_WORKER_LISTEN=$address:$((7100 + i))
 TRIMTAB_WORKER_METRICS=127.0.0.1:$((7200 + i))
 ENV
     if [[ -z ${nodes[i]:-} ]]; then return; fi
@@ -266,6 +238,7 @@ put_units() {
     done
     if has control; then enable_these+=(trimtab-control.service); fi
     if has gateway; then enable_these+=(trimtab-gateway.service); fi
+    if has worker; then put_unit trimtab-gpu.service; fi
     if has worker; then for ((i = 0; i < workers; i++)); do enable_these+=("trimtab-worker@$i.service"); done; fi
     if [[ -n $scale ]]; then
         put_unit trimtab-scale.service
@@ -274,21 +247,24 @@ put_units() {
     put usr/local/share/doc/trimtab/install-bare-metal.md 0644 <"$source_dir/docs/install-bare-metal.md"
     if [[ -z $root && -z $dry ]]; then systemctl daemon-reload; fi
     for unit in "${enable_these[@]}"; do enable "$unit"; done
+    disable_others "${enable_these[@]}"
 }
 
 take_off() {
-    local unit enabled=() stamp=$root$prefix/.trimtab-install
+    local unit each enabled=()
     if [[ -z $root && -z $dry ]]; then systemctl stop trimtab.target 'trimtab-*' 2>/dev/null || true; fi
     for unit in "$root"/etc/systemd/system/*.target.wants/trimtab{.target,-*.service}; do
         if [[ -L $unit ]]; then enabled+=("${unit#"$root"/}"); fi
     done
     delete ${enabled[@]+"${enabled[@]}"} "${ALL_UNITS[@]/#/$UNITS/}"
     delete usr/local/lib/sysusers.d/trimtab.conf usr/local/lib/tmpfiles.d/trimtab.conf usr/local/share/doc/trimtab
-    if [[ -L $root$prefix || -e $stamp || -e $root$prefix/.trimtab-installing ]]; then
-        delete "${prefix#/}"
-    elif [[ -e $root$prefix ]]; then
-        say "kept: $prefix (not made by this script)"
-    fi
+    for each in '' .new .old; do
+        if [[ -L $root$prefix$each ]] || made_here "$root$prefix$each"; then
+            delete "${prefix#/}$each"
+        elif [[ -e $root$prefix$each ]]; then
+            say "kept: $prefix$each (not made by this script)"
+        fi
+    done
     if [[ -n $purge ]]; then
         for unit in "$root"/etc/systemd/system/trimtab-*.service.d; do
             if [[ -d $unit ]]; then delete "${unit#"$root"/}"; fi
@@ -308,6 +284,7 @@ if [[ -n $uninstall ]]; then
     exit 0
 fi
 
+[[ -z $scale ]] || has worker || fail "--scale is for a machine with workers (--role worker)"
 declare -A at=([control]='' [gateway]='' [worker]=@)
 mapfile -t buses < <(gpu_buses)
 gpus=${gpus:-${#buses[@]}}
@@ -344,4 +321,4 @@ if ((changes == 0)); then
     exit 0
 fi
 say "${dry:+would be }installed: $changes changes"
-say "next: edit /etc/trimtab/trimtab.toml, then $prefix/bin/trimtab config check, then systemctl start trimtab.target"
+say "next: edit /etc/trimtab/trimtab.toml; check each unit's settings (\"Check\" in /usr/local/share/doc/trimtab/install-bare-metal.md); then systemctl start trimtab.target"

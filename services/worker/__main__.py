@@ -348,11 +348,15 @@ def main(config_file: str | None, ignore_told: bool, **flags: Any) -> None:
     try:
         read = functools.partial(settings_of, config_file, flags)
         s = read({})
-        told = Told(process.state_dir(s.mesh) / f"told-{s.node_id}.json", read)
-        s = s if ignore_told else told.begin()
+        # Of what can't be told; who ends here has not begun to try what was.
         tls = tls_of(s, s.mesh)
         check_own("worker", s.node_id, tls)
+        told = Told(process.state_dir(s.mesh) / f"told-{s.node_id}.json", read)
+        told.mind_signals()
+        s = s if ignore_told else told.begin()
         if s.vllm_door == "on" and not vllm_protos():
+            if "worker.vllm_door" not in told.in_force:
+                told.spare()
             raise config.ConfigError(
                 ["worker vllm_door is on, and smg-grpc-proto is missing: install the extra vllm-door"]
             )
@@ -369,6 +373,8 @@ def main(config_file: str | None, ignore_told: bool, **flags: Any) -> None:
     try:
         code = uvloop.run(serve(s, told))
     except (rpc.PortTaken, config.ConfigError, EngineDead, ModelError, ReblockRefused) as e:
+        if isinstance(e, rpc.PortTaken):
+            told.spare()
         click.echo(f"worker {s.node_id}: {e}", err=True)
         code = EXIT_USAGE if isinstance(e, rpc.PortTaken | config.ConfigError) else EXIT_ENGINE_DEAD
     with contextlib.suppress(Exception):

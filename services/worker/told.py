@@ -1,12 +1,17 @@
 """Settings that the control plane told this worker: kept on disk, and laid over everything else that its next start reads.
 
 They win over flags too, as whoever supervises a worker gives it flags: otherwise no worker of `trimtab up` could be told anything. Two starts
-in a row that did not come to serve with them are enough: the next one goes by what served before, or without, and says so.
+in a row that did not come to serve with them are enough: the next one goes by what served before, or without, and says so. Ends that say
+nothing of the settings don't count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -29,6 +34,9 @@ FIXED = {f.name for f in fields(TlsSettings)} | {
 """Who a worker is and where: nobody tells it another."""
 STARTS = 2
 """That may fail with what was told; as many again with what served before."""
+GIVEN_UP_S = 1200.0
+"""Whoever ends a start by a signal means the process. One that runs for so long may be ended because it does not come to serve: systemd
+(TimeoutStartSec) and Helm (startupSeconds) wait half an hour."""
 MOST = 64
 """Settings in all; a WorkerSettings has half as many."""
 MAX_CHARS = 512
@@ -52,7 +60,7 @@ class Kept:
         """What the next start goes by."""
         if self.failed < STARTS:
             return self.settings
-        return self.good if self.good != self.settings and self.failed < 2 * STARTS else {}
+        return self.good if self.failed < 2 * STARTS else {}
 
     def encoded(self) -> bytes:
         said = {"settings": dict(self.settings), "failed": self.failed, "good": dict(self.good)}
@@ -101,12 +109,16 @@ Load = Callable[[Mapping[str, str]], WorkerSettings]
 class Told:
     """Belongs to one process. `load` reads its flags, its environment and its file anew."""
 
-    def __init__(self, path: Path, load: Load) -> None:
+    def __init__(self, path: Path, load: Load, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.in_force: Mapping[str, str] = {}
         """By their names in trimtab.toml; what this process was started with."""
         self._path = path
         self._load = load
+        self._clock = clock
         self._begun: Mapping[str, str] = {}
+        self._begun_at = 0.0
+        self._before: Kept | None = None
+        """What the file held before this start was counted; None where nothing is to be put back."""
         self._left_out = ""
 
     def begin(self) -> WorkerSettings:
@@ -125,6 +137,7 @@ class Told:
         except ConfigError as e:
             self._left_out = "; ".join(e.faults)
             return plain
+        self._before, self._begun_at = kept, self._clock()
         try:
             write_atomically(self._path, replace(kept, failed=kept.failed + 1).encoded())
         except OSError as e:
@@ -146,8 +159,30 @@ class Told:
         if self.in_force:
             log.warning("settings were told by the control plane", settings=dict(self.in_force), file=str(self._path))
 
+    def spare(self) -> None:
+        """This start ends for a reason that is none of the settings: it does not count."""
+        kept, self._before = self._before, None
+        if kept is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(self._path, kept.encoded())
+
+    def mind_signals(self) -> None:
+        """Until somebody else takes them: a start that is ended by SIGTERM or SIGINT does not count, unless it has run for GIVEN_UP_S."""
+
+        def end(number: int, _frame: object) -> None:
+            if self._clock() - self._begun_at < GIVEN_UP_S:
+                self.spare()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            # The first process of a container outlives that.
+            os._exit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+
     def served(self) -> None:
         """This start has come to serve: what it went by is kept, and what failed before it is not."""
+        self._before = None
         if self._begun:
             try:
                 write_atomically(self._path, Kept(self._begun, 0, self._begun).encoded())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,9 +10,10 @@ from click.testing import CliRunner
 
 from controlplane import render
 from controlplane.admin.client import AdminClient
-from tests.controlplane.mesh import FakeNode
+from tests.controlplane.mesh import PATIENCE_S, FakeNode
 from tests.controlplane.shell import ROOT, Shell
 from trimtab.kit.process import free_port
+from trimtab.messages import NodeState
 from trimtab.policy import FIELDS
 from trimtab.snapshot import Limits
 
@@ -288,6 +290,45 @@ async def test_fleet_shows_nodes_refusals_and_who_is_lost(shell: Shell) -> None:
     )
     assert nodes["w1"]["policy"]["refusal"]["field"] == "batch.active"
     await small.stop()
+
+
+async def test_a_check_of_the_fleet_exits_5_while_a_node_is_behind_refuses_or_is_lost(shell: Shell) -> None:
+    first = shell.mesh.nodes[0]
+    assert (await shell("fleet", "--check")).exit_code == 0
+    first.ready.clear()
+    await shell("policy", "set", "batch.active=32", "--wait", "0")
+    behind = await shell("fleet", "--check")
+    assert (behind.exit_code, behind.stderr) == (5, "check: w0 has not applied policy 1.2 yet\n")
+    assert (await shell("fleet")).exit_code == 0
+    first.ready.set()
+    await shell.mesh.until(lambda fleet: fleet["w0"].applied.revision == 2)
+    assert (await shell("fleet", "--check")).exit_code == 0
+    small = shell.mesh.start_node(FakeNode(shell.mesh.address, "w1", limits=Limits(max_num_seqs=16)))
+    await shell.mesh.until(lambda fleet: "w1" in fleet and fleet["w1"].refusal is not None)
+    refused = await shell("fleet", "--check", "--json")
+    assert (refused.exit_code, refused.stderr) == (5, "check: w1 refused policy 1.2\n")
+    assert len(json.loads(refused.stdout)["nodes"]) == 2
+    await small.stop()
+    await shell.mesh.until(lambda fleet: not fleet["w1"].connected)
+    lost = await shell("fleet", "--check")
+    assert (lost.exit_code, lost.stderr) == (5, "check: w1 is lost\n")
+
+
+async def test_a_check_of_the_fleet_does_not_miss_who_was_drained_but_wants_somebody(shell: Shell) -> None:
+    leaver = FakeNode(shell.mesh.address, "w1")
+    leaver.state = NodeState.DRAINING
+    shell.mesh.start_node(leaver)
+    async with asyncio.timeout(PATIENCE_S):
+        while "draining" not in [node["state"] for node in (await shell.json("fleet"))["nodes"]]:
+            # Each look is a call of its own; a report wakes nobody who waits for answers.
+            continue
+    await leaver.stop()
+    await shell.mesh.until(lambda fleet: not fleet["w1"].connected)
+    assert (await shell("fleet", "--check")).exit_code == 0
+    await shell.mesh.nodes[0].stop()
+    await shell.mesh.until(lambda fleet: not fleet["w0"].connected)
+    nobody = await shell("fleet", "--check")
+    assert (nobody.exit_code, nobody.stderr) == (5, "check: no node is connected\ncheck: w0 is lost\n")
 
 
 def test_an_unreachable_control_plane_exits_3_and_says_what_to_do() -> None:

@@ -98,6 +98,7 @@ async def test_a_number_that_is_none_is_usage(mesh: Mesh, workers: str) -> None:
         ("--start", "it's", "--stop", "x"),
         ("--start", "x", "--stop", "y", "--node-id", "w"),
         ("--start", "x", "--stop", "y", "--min-interval", "soon"),
+        ("--start", "x", "--stop", "y", "--most", "0"),
     ],
 )
 def test_commands_that_can_not_be_run_are_usage(words: tuple[str, ...]) -> None:

@@ -45,9 +45,9 @@ class Machine:
         path = self.directory / f"{what}-fails"
         path.unlink() if code is None else path.write_text(str(code))
 
-    def follower(self) -> Follower:
-        commands = Commands(self.start, self.stop, "box-w{n}")
-        return Follower("default", commands, Book(self.path), min_interval_s=INTERVAL_S, clock=lambda: self.now)
+    def follower(self, most: int | None = None) -> Follower:
+        commands, book = Commands(self.start, self.stop, "box-w{n}"), Book(self.path)
+        return Follower("default", commands, book, min_interval_s=INTERVAL_S, most=most, clock=lambda: self.now)
 
     @property
     def called(self) -> list[str]:
@@ -91,6 +91,32 @@ async def test_it_starts_what_is_missing_and_stops_what_is_too_many(tmp_path: Pa
         control.surplus = ("box-w2",)
         await machine.looks(it, admin)
         assert (machine.called[2:], machine.written) == (["stop 2 2"], [0])
+
+
+async def test_of_so_many_instances_it_starts_no_others_and_ends_those_that_somebody_else_started(
+    tmp_path: Path,
+) -> None:
+    """As for the workers of a machine's GPUs, which systemd starts at boot."""
+    async with a_control() as (control, admin):
+        machine = Machine(tmp_path, control)
+        it = machine.follower(most=2)
+        machine.joined("box-w0", "box-w1", "other-w0")
+        control.wanted, control.surplus = 2, ("box-w1",)
+        await machine.looks(it, admin)
+        assert (machine.called, machine.written) == (["stop 1 1"], [0])
+        machine.joined("box-w0", "other-w0")
+        control.wanted, control.surplus = 5, ()
+        await machine.looks(it, admin, 3)
+        assert (machine.called[1:], machine.written) == (["start 1 1"], [0, 1]), "there is no third one"
+
+
+async def test_without_a_bound_the_same_workers_are_somebody_else_s(tmp_path: Path) -> None:
+    async with a_control() as (control, admin):
+        machine = Machine(tmp_path, control)
+        machine.joined("box-w0", "box-w1")
+        control.wanted, control.surplus = 1, ("box-w1",)
+        await machine.looks(machine.follower(), admin, 2)
+        assert (machine.called, machine.path.exists()) == ([], False)
 
 
 async def test_commands_keep_their_distance(tmp_path: Path) -> None:

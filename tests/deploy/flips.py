@@ -12,6 +12,7 @@ CERT_MANAGER: Values = {"tls": {"enabled": True, "certManager": {"enabled": True
 OUTSIDE_STORE: Values = {"valkey": {"enabled": False}, "redis": {"url": "redis://store.example:6379/0"}}
 SCALED: Values = {"workerDefaults": {"autoscaling": {"enabled": True}}}
 GROUPED: Values = {"workerDefaults": {"multiNode": {"size": 4}, "gpu": {"count": 8}}}
+GROUPED_WITH_DISKS: Values = merged(GROUPED, {"workerDefaults": {"modelCache": {"persistent": True, "size": "80Gi"}}})
 POLICY: Values = {"policy": {"fields": {"batch": {"active": 16}}}}
 ALL_MONITORING: Values = {
     "monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "prometheusRule", "dashboards")}
@@ -69,6 +70,7 @@ OTHER: dict[str, Any] = {
     "monitoring.serviceMonitor.interval": "30s",
     "monitoring.prometheusRule.runbooks": "https://git.example/trimtab",
     "networkPolicy.redisPorts": [6380],
+    "networkPolicy.dnsPorts": [1053],
     "workerDefaults.gpu.resource": "nvidia.com/mig-3g.40gb",
     "workerDefaults.multiNode.size": 2,
     "workerDefaults.resources.limits.cpu": "8",

@@ -8,9 +8,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from setup import UV
 
-from tests.deploy.units import INSTALL, ROOT
+from services.worker.model import SMOLLM2, ModelError, _download
+from services.worker.progress_bar import Stages
+from tests.deploy.units import ENVIRONMENT, ROOT
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,13 +85,40 @@ def test_its_extras_and_constraints_exist() -> None:
 
 def test_setup_image_and_installer_resolve_by_the_same_uv() -> None:
     assert f"UV_VERSION={UV.removeprefix('uv==')}" in of("ARG")
-    assert f"\nUV={UV}\n" in INSTALL.read_text()
+    assert f"\nUV={UV}\n" in ENVIRONMENT.read_text()
+
+
+def test_what_fetches_the_default_model_is_in_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that is made as the image's is, and in it the module that the worker runs."""
+    asked: list[list[str]] = []
+
+    def run(stages: Stages, command: list[str], label: str, **how: object) -> tuple[int, str]:
+        asked.append(command)
+        return 1, "not here"
+
+    monkeypatch.setattr(Stages, "run", run)
+    with pytest.raises(ModelError):
+        _download(SMOLLM2, tmp_path, Stages(quiet=True))
+    (command,) = asked
+    assert command[:2] == [sys.executable, "-m"]
+    (made,) = re.findall(r"python -m (venv\b.*?) /opt/trimtab(?:\s|$)", " ".join(of("RUN")))
+    subprocess.run([sys.executable, "-m", *made.split(), str(tmp_path / "venv")], check=True, timeout=300)
+    words = [str(tmp_path / "venv/bin/python"), "-m", *command[2:4], "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_which_gpus_it_sees_is_not_the_image_s_to_say() -> None:
+    """With the variable set to all, a container engine hands out every GPU, past the device plugin."""
+    env = " ".join(of("ENV"))
+    assert "NVIDIA_VISIBLE_DEVICES" not in env
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in env
 
 
 def test_no_engine_keeps_the_build_of_torch_that_the_lock_was_made_with() -> None:
     """A constraint on 2.x+cpu could be met by no build for GPUs; that on 2.x is met by both."""
     (expression,) = set(re.findall(r"sed -E '([^']+)'", " ".join(of("RUN"))))
-    assert f"sed -E '{expression}'" in INSTALL.read_text()
+    assert f"sed -E '{expression}'" in ENVIRONMENT.read_text()
     for name in ("constraints.txt", "constraints-gpu.txt"):
         lines = subprocess.run(
             ["sed", "-E", expression, str(ROOT / "requirements" / name)], capture_output=True, text=True, check=True

@@ -160,6 +160,14 @@ class Cluster:
             assert time.monotonic() < deadline, self.log(component)
             time.sleep(0.3)
 
+    def settle(self, fleet: list[str]) -> None:
+        """Until the words of `helm test` find nothing wrong, as somebody types them into a control plane's container."""
+        pod, deadline = self.pods["control"], time.monotonic() + WAIT_S
+        words = [*fleet, "--control", "127.0.0.1:7071"]
+        while (done := self.run(pod, pod.containers[0], words)).returncode:
+            assert done.returncode == 5, done.stdout + done.stderr
+            assert time.monotonic() < deadline, done.stdout + done.stderr
+
     def log(self, component: str) -> str:
         return (self.where / f"{component}.log").read_text()[-3000:]
 
@@ -247,6 +255,9 @@ def test_a_release_lives_its_probes_its_policy_its_test_and_its_end(cluster: Clu
     assert cluster.run(applies, container, show).stdout == after_first
 
     (tests,) = pods(of_kind(cluster.objects, "Pod"))
+    fleet = next(each["command"] for each in tests.containers if each["name"] == "fleet")
+    # The job does not wait for the nodes to apply the policy.
+    cluster.settle(fleet)
     for each in tests.containers:
         done = cluster.run(tests, each)
         assert done.returncode == 0, done.stdout + done.stderr

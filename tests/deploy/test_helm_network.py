@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.deploy import charts, flips
-from tests.deploy.charts import Object, Pods, merged, of_kind, pods
+from tests.deploy.charts import Object, Pods, Values, merged, of_kind, pods
 from tests.deploy.test_helm_render import CASES
 
 Peer = dict[str, Any]
@@ -116,6 +116,63 @@ def test_clients_reach_the_gateways_alone_and_only_those_that_the_values_name() 
 def test_models_are_fetched_only_while_the_values_say_so() -> None:
     objects = charts.render({"networkPolicy": {"modelDownload": False}})
     assert not [pod for pod in pods(objects) if reaches(objects, as_peer(pod), INTERNET, 443)]
+
+
+STORES = {
+    "redis://h": {6379},
+    "redis://:p%40%2Fw@h:6380/0?x=/:7000": {6380},
+    "rediss://h:6380": {6380},
+    "rediss://[fd00::1]/0": {6379},
+    "redis+sentinel://a:26379,b:26380,c/primary/0": {26379, 26380},
+    "rediss+sentinel://u:p@a/primary": {26379},
+}
+"""By URL, where it says that a store outside is; the port of the primary that sentinels name is for the list in the values."""
+ASKED = (6379, 6380, 7000, 26379, 26380)
+
+
+def outward(values: Values) -> set[int]:
+    """Of ASKED and the usual ones for the web, at which a control plane reaches the world."""
+    objects = charts.render(values)
+    (control,) = [as_peer(pod) for pod in pods(objects) if pod.component == "control"]
+    return {port for port in (*ASKED, 80, 443, 8443) if reaches(objects, control, INTERNET, port)}
+
+
+@pytest.mark.parametrize("url", STORES)
+def test_control_planes_reach_the_store_where_its_url_says(url: str) -> None:
+    values = merged(flips.OUTSIDE_STORE, {"redis": {"url": url}})
+    assert outward(values) == {6379} | STORES[url]
+    assert outward(merged(values, {"networkPolicy": {"redisPorts": [7000]}})) == {7000} | STORES[url]
+    assert outward(merged(values, {"networkPolicy": {"redisPorts": []}})) == set()
+
+
+def test_a_url_in_a_secret_says_no_port_so_the_values_do() -> None:
+    hidden = merged(flips.OUTSIDE_STORE, {"redis": {"url": "redis://h:7000", "existingSecret": "store"}})
+    assert outward(hidden) == {6379}
+    assert outward(merged(hidden, {"networkPolicy": {"redisPorts": [6380]}})) == {6380}
+    assert outward({"redis": {"url": "redis://h:7000"}}) == set()
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        ("https://hooks.example/x:80?a=b", 443),
+        ("http://hooks.example", 80),
+        ("HTTPS://user@hooks.example:8443/x", 8443),
+    ],
+)
+def test_control_planes_reach_where_alerts_are_posted(address: str, port: int) -> None:
+    assert outward({"control": {"settings": {"alert_webhook": address}}}) == {port}
+    assert outward({}) == set()
+
+
+@pytest.mark.parametrize("ports", [[53, 5353], [1053]])
+def test_name_servers_are_reached_at_their_own_ports_too(ports: list[int]) -> None:
+    said = {} if ports == [53, 5353] else {"networkPolicy": {"dnsPorts": ports}}
+    wanted = [{"protocol": protocol, "port": port} for port in ports for protocol in ("UDP", "TCP")]
+    for values in (flips.POLICY, flips.GROUPED):
+        policies = of_kind(charts.render(merged(values, said)), "NetworkPolicy")
+        asks = {charts.named(each) for each in policies if {"ports": wanted} in each["spec"].get("egress", [])}
+        assert asks == {charts.named(each) for each in policies} - {"trimtab-deny", "trimtab-valkey"}
 
 
 def test_the_pods_of_an_engine_that_spans_nodes_reach_each_other_at_any_port() -> None:

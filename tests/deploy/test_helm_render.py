@@ -20,6 +20,7 @@ CASES: dict[str, Values] = {
     "certificates of one's own": merged(flips.OWN_TLS, flips.SCALED, flips.POLICY),
     "a store outside": flips.OUTSIDE_STORE,
     "several nodes for an engine": merged(flips.GROUPED, flips.SCALED, flips.CERT_MANAGER),
+    "several nodes, each with a disk": flips.GROUPED_WITH_DISKS,
     "observed": merged(flips.ALL_MONITORING, flips.CERT_MANAGER),
     "no network policies": {"networkPolicy": {"enabled": False}},
     "two pools": {"pools": {"slow": {"replicas": 2, "settings": {"model": "/models/slow"}}}},
@@ -244,6 +245,47 @@ def test_a_group_serves_by_its_leader_and_goes_as_a_whole() -> None:
     (scaled,) = of_kind(objects, "ScaledObject")
     target = scaled["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("LeaderWorkerSet", named(group))
+
+
+def test_a_pod_of_a_group_claims_a_disk_for_itself_as_a_worker_of_a_set_does() -> None:
+    volume = {"workerDefaults": {"modelCache": {"storageClass": "fast"}}}
+    grouped = charts.render(merged(flips.GROUPED_WITH_DISKS, volume))
+    alone = charts.render(merged(flips.GROUPED_WITH_DISKS, volume, {"workerDefaults": {"multiNode": {"size": 1}}}))
+    (wanted,) = charts.only(alone, "StatefulSet", "worker-default")["spec"]["volumeClaimTemplates"]
+    assert wanted["spec"]["resources"] == {"requests": {"storage": "80Gi"}}
+    assert wanted["spec"]["storageClassName"] == "fast"
+    for pod in pods(of_kind(grouped, "LeaderWorkerSet")):
+        (models,) = [each for each in pod.spec["volumes"] if each["name"] == wanted["metadata"]["name"]]
+        assert models["ephemeral"]["volumeClaimTemplate"]["spec"] == wanted["spec"]
+    shared = {"workerDefaults": {"modelCache": {"existingClaim": "models"}}}
+    for pod in pods(of_kind(charts.render(merged(flips.GROUPED_WITH_DISKS, shared)), "LeaderWorkerSet")):
+        assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in pod.spec["volumes"]
+
+
+@each_case
+def test_who_serves_nobody_holds_up_no_nodes_drain(case: str) -> None:
+    budgets = of_kind(RENDERED[case], "PodDisruptionBudget")
+    assert len(budgets) >= 3
+    assert {each["spec"]["unhealthyPodEvictionPolicy"] for each in budgets} == {"AlwaysAllow"}
+
+
+def test_the_notes_say_how_to_reach_the_control_plane_and_what_is_not_guarded() -> None:
+    def notes(values: Values) -> str:
+        (said,) = [text for name, text in charts.texts(values).items() if name.endswith("NOTES.txt")]
+        return said
+
+    plain, secured, outside = notes({}), notes(flips.OWN_TLS), notes(merged(flips.OWN_TLS, flips.OUTSIDE_STORE))
+    asked = "kubectl -n llm exec deploy/trimtab-control -- trimtab fleet --check"
+    assert ("svc/trimtab-control 7071:7071" in plain, asked in plain) == (True, False)
+    assert ("svc/trimtab-control 7071:7071" in secured, asked in secured) == (False, True)
+    (control,) = [pod for pod in pods(charts.render(flips.OWN_TLS)) if pod.component == "control"]
+    said = charts.variables(control.containers[0])
+    assert {said[f"TRIMTAB_TLS_{word}"] for word in ("CA", "CERT", "KEY")} == {
+        f"/etc/trimtab/tls/{file}" for file in ("ca.crt", "tls.crt", "tls.key")
+    }
+    assert "everything speaks plain text" in plain
+    assert "the chart's Valkey speaks plain text" in secured
+    assert "WARNING" not in outside
 
 
 def test_a_set_that_something_else_sizes_has_no_size_of_its_own() -> None:

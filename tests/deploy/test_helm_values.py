@@ -82,6 +82,7 @@ WRONG: dict[str, Values] = {
     "a digest that is none": {"image": {"digest": "latest"}},
     "a kind of service that there is not": {"gateway": {"service": {"type": "ExternalName"}}},
     "a store of another make": {"valkey": {"enabled": False}, "redis": {"url": "postgres://db"}},
+    "a name server at no port": {"networkPolicy": {"dnsPorts": ["dns"]}},
     "a mesh whose name is no DNS label": {"mesh": "My_Mesh"},
     "an interval without a unit": {"monitoring": {"serviceMonitor": {"interval": "10"}}},
     "a policy with an unknown part": {"policy": {"feilds": {}}},
@@ -323,10 +324,15 @@ def test_the_values_that_the_document_shows_are_good_ones_and_make_what_it_names
     assert [fault for each in objects if (fault := charts.schema_fault(each, VERSIONS[-1]))] == []
     (chat,) = [pod for pod in pods(objects) if pod.component == "worker"]
     assert chat.containers[0]["image"] == "registry.example/trimtab:0.1.0-gpu"
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in chat.spec["volumes"]
+    assert chat.containers[0]["resources"]["limits"] == {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": 2}
+    egress = charts.only(objects, "NetworkPolicy", "control")["spec"]["egress"]
+    assert {"ports": [{"protocol": "TCP", "port": 6380}]} in egress
     known = {".".join(path[:n]) for path, _ in charts.leaves(charts.defaults()) for n in range(1, len(path) + 1)}
     known |= {name.removeprefix("workerDefaults.") for name in known}
     known |= {f"workerDefaults.settings.{n}" for n in SCHEMA["definitions"]["workerSettings"]["properties"]}
-    known |= {f"gateway.settings.{n}" for n in SCHEMA["definitions"]["gatewaySettings"]["properties"]}
+    for part in ("gateway", "control"):
+        known |= {f"{part}.settings.{n}" for n in SCHEMA["definitions"][f"{part}Settings"]["properties"]}
     parts = r"(?:tls|gateway|control|valkey|redis|networkPolicy|monitoring|verbs|multiNode|numa|image)"
     named = set(re.findall(rf"`({parts}\.[\w.]+)`", text)) - {"tls.crt", "tls.key"}
     assert named <= known

@@ -17,7 +17,7 @@ from tests.certificates import Authority
 from tests.deploy.units import PATIENCE_S, Service, Unit, install, started, until
 from trimtab.kit.process import free_port
 
-PLAIN, TLS = "plain text", "mutual TLS"
+PLAIN, TLS, CREDENTIALS = (), ("--tls",), ("--tls-credentials",)
 CONTROL, GATEWAY, WORKERS = (
     "trimtab-control.service",
     "trimtab-gateway.service",
@@ -49,7 +49,7 @@ def a_mesh(root: Path, *words: str) -> Iterator[tuple[dict[str, Service], str]]:
     assert done.returncode == 0, done.stderr
     http = local()
     edit(root, http, local())
-    if "--tls" in words:
+    if words:
         authority = Authority(root / "etc/trimtab/tls")
         for kind, name in (("control", "c0"), ("worker", "w0"), ("worker", "w1")):
             authority.issue(kind, name)
@@ -82,10 +82,10 @@ def answers(address: str, root: Path, *, tls: bool = False) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [PLAIN, TLS])
-def test_the_installed_units_serve_a_request_and_end_when_they_are_told(tmp_path: Path, how: str) -> None:
-    tls = how == TLS
-    with a_mesh(tmp_path, *(["--tls"] if tls else [])) as (services, http):
+@pytest.mark.parametrize("how", [PLAIN, TLS, CREDENTIALS], ids=["plain text", "mutual TLS", "TLS by credentials"])
+def test_the_installed_units_serve_a_request_and_end_when_they_are_told(tmp_path: Path, how: tuple[str, ...]) -> None:
+    tls = how != PLAIN
+    with a_mesh(tmp_path, *how) as (services, http):
         until(lambda: answers(http, tmp_path, tls=tls), "an answer through the gateway")
         for unit in (*WORKERS, GATEWAY, CONTROL):
             service = services[unit]

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from controlplane.settings import ControlSettings
 from services.gateway.settings import GatewaySettings
 from services.worker.settings import WorkerSettings
-from tests.deploy.units import INSTALL, ROOT, VENV, install
+from tests.deploy.units import ENVIRONMENT, INSTALL, ROOT, VENV, Unit, install
 from trimtab.kit.config import load
 
 UNCHANGED = "nothing to do: it is installed as it should be\n"
@@ -33,8 +34,9 @@ def files(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
-    words = [str(Path(sys.executable).parent / "shellcheck"), "--enable=require-double-brackets", str(INSTALL)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    words = [str(Path(sys.executable).parent / "shellcheck"), "--enable=require-double-brackets", "--external-sources"]
+    files = [str(INSTALL), str(ENVIRONMENT)]
+    done = subprocess.run([*words, *files], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout
 
 
@@ -65,18 +67,19 @@ def test_what_somebody_has_edited_is_never_written_over(tmp_path: Path) -> None:
     again = install(tmp_path, "--gpus", "1")
     assert "kept: /etc/trimtab/trimtab.toml (yours)\n" in again.stdout
     assert "kept: /etc/trimtab/worker-0.env (yours)\n" in again.stdout
+    assert "write /usr/local/lib/systemd/system/trimtab-gateway.service\n" in again.stdout
+    assert "installed: 1 changes\n" in again.stdout
     assert (tmp_path / "etc/trimtab/trimtab.toml").read_text() == "# mine\n"
     assert unit.read_text() == (ROOT / "deploy/systemd/trimtab-gateway.service").read_text()
 
 
-def test_a_role_brings_what_it_needs_and_a_later_one_is_added(tmp_path: Path) -> None:
+def test_a_role_brings_what_it_needs_and_one_more_is_added(tmp_path: Path) -> None:
     install(tmp_path, "--role", "gateway")
     units = tmp_path / "usr/local/lib/systemd/system"
-    wanted = tmp_path / "etc/systemd/system/trimtab.target.wants"
     assert {p.name for p in units.iterdir()} == {"trimtab.target", "trimtab-gateway.service"}
-    assert {p.name for p in wanted.iterdir()} == {"trimtab-gateway.service"}
-    install(tmp_path, "--role", "worker", "--gpus", "2")
-    assert {p.name for p in wanted.iterdir()} == {
+    assert wanted(tmp_path) == {"trimtab-gateway.service"}
+    install(tmp_path, "--role", "gateway", "--role", "worker", "--gpus", "2")
+    assert wanted(tmp_path) == {
         "trimtab-gateway.service",
         "trimtab-worker@0.service",
         "trimtab-worker@1.service",
@@ -85,7 +88,58 @@ def test_a_role_brings_what_it_needs_and_a_later_one_is_added(tmp_path: Path) ->
     assert not (tmp_path / "etc/trimtab/control.env").exists()
 
 
-def test_secrets_are_for_root_alone(tmp_path: Path) -> None:
+def wanted(root: Path) -> set[str]:
+    return {p.name for p in (root / "etc/systemd/system/trimtab.target.wants").iterdir()}
+
+
+def test_what_is_not_asked_for_any_more_is_disabled_and_named(tmp_path: Path) -> None:
+    install(tmp_path, "--gpus", "3", "--scale")
+    mine = tmp_path / "etc/systemd/system/trimtab.target.wants/backup.service"
+    mine.symlink_to("/etc/systemd/system/backup.service")
+    fewer = install(tmp_path, "--role", "worker", "--role", "gateway", "--gpus", "2")
+    gone = {"trimtab-control.service", "trimtab-scale.service", "trimtab-worker@2.service"}
+    assert set(re.findall(r"^disable (\S+), which", fewer.stdout, re.MULTILINE)) == gone
+    assert wanted(tmp_path) == {
+        "backup.service",
+        "trimtab-gateway.service",
+        "trimtab-worker@0.service",
+        "trimtab-worker@1.service",
+    }
+    assert (tmp_path / "etc/trimtab/worker-2.env").exists()
+    again = install(tmp_path, "--role", "worker", "--role", "gateway", "--gpus", "2")
+    assert again.stdout.endswith(UNCHANGED)
+
+
+def test_an_address_is_where_every_process_listens_and_a_name_is_in_every_node_s(tmp_path: Path) -> None:
+    done = install(tmp_path, "--gpus", "2", "--address", "10.0.0.5", "--name", "box", "--tls", "--scale")
+    assert done.returncode == 0, done.stderr
+    written = tomllib.loads((tmp_path / "etc/trimtab/trimtab.toml").read_text())
+    assert [written[section]["control"] for section in ("gateway", "worker")] == [["10.0.0.5:7071"]] * 2
+    assert Unit(tmp_path, "trimtab-scale.service").environment["TRIMTAB_CONTROL"] == "10.0.0.5:7071"
+    tls = tmp_path / "etc/trimtab/tls"
+    expected = {
+        "trimtab-control.service": ("control-box-c0", {"LISTEN": "10.0.0.5:7071"}),
+        "trimtab-gateway.service": (
+            "gateway-box-g0",
+            {"NODE_ID": "box-g0", "LISTEN": "10.0.0.5:7070", "HTTP": "10.0.0.5:7080"},
+        ),
+        "trimtab-worker@1.service": (
+            "worker-box-w1",
+            {"NODE_ID": "box-w1", "LISTEN": "10.0.0.5:7101", "METRICS": "127.0.0.1:7201"},
+        ),
+    }
+    for name, (certificate, settings) in expected.items():
+        section = re.split("[-@.]", name)[1].upper()
+        settings |= {"TLS_CERT": str(tls / f"{certificate}.pem"), "TLS_KEY": str(tls / f"{certificate}-key.pem")}
+        environment = Unit(tmp_path, name).environment
+        assert {key: environment[f"TRIMTAB_{section}_{key}"] for key in settings} == settings
+
+
+def test_secrets_are_for_root_alone_and_certificates_for_the_units_user(tmp_path: Path) -> None:
+    install(tmp_path, "--tls", "--scale", "--gpus", "1")
+    key = tmp_path / "etc/trimtab/tls/worker-w0-key.pem"
+    key.write_text("a key")
+    key.chmod(0o600)
     install(tmp_path, "--tls", "--scale", "--gpus", "1")
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "etc/trimtab").iterdir() if p.is_file()}
     assert set(modes.values()) == {0o640}
@@ -95,7 +149,22 @@ def test_secrets_are_for_root_alone(tmp_path: Path) -> None:
         secret = {p.name: p.stat().st_gid for p in (tmp_path / "etc/trimtab").glob("*.env")}
         assert set(secret.values()) == {0}
         assert (tmp_path / "etc/trimtab/trimtab.toml").stat().st_gid == user
-        assert (tmp_path / "etc/trimtab/tls").stat().st_mode & 0o777 == 0o700
+        assert (mode_of(key.parent), mode_of(key)) == ((0o750, user), (0o640, user))
+
+
+def mode_of(path: Path) -> tuple[int, int]:
+    """And the group."""
+    return path.stat().st_mode & 0o777, path.stat().st_gid
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone gives files to others")
+def test_certificates_that_systemd_copies_are_for_root_alone_also_in_a_later_run(tmp_path: Path) -> None:
+    for words in (["--tls-credentials"], []):
+        assert install(tmp_path, "--gpus", "1", *words).returncode == 0
+        key = tmp_path / "etc/trimtab/tls/worker-w0-key.pem"
+        key.touch(0o644)
+        install(tmp_path, "--gpus", "1", *words)
+        assert (mode_of(key.parent), mode_of(key)) == ((0o700, 0), (0o600, 0))
 
 
 def test_taking_it_off_leaves_settings_and_a_purge_leaves_nothing(tmp_path: Path) -> None:
@@ -159,8 +228,7 @@ def test_each_gpu_gets_a_worker_beside_it(tmp_path: Path) -> None:
         found[drop_in.parent.name[len("trimtab-worker@")]] = lines
     at = ["NUMAPolicy=bind", "CPUAffinity=numa"]
     assert found == {n: [at[0], f"NUMAMask={node}", at[1]] for n, node in (("0", "0"), ("1", "0"), ("2", "1"))}
-    wanted = {p.name for p in (etc / "trimtab.target.wants").iterdir()}
-    assert wanted == {f"trimtab-worker@{i}.service" for i in range(4)}
+    assert wanted(root) == {f"trimtab-worker@{i}.service" for i in range(4)}
 
 
 def test_an_nvidia_smi_that_fails_counts_no_gpus(tmp_path: Path) -> None:
@@ -170,8 +238,7 @@ def test_an_nvidia_smi_that_fails_counts_no_gpus(tmp_path: Path) -> None:
     )
     done = install(tmp_path / "root", "--role", "worker", env=env)
     assert done.returncode == 0, done.stderr
-    wanted = tmp_path / "root/etc/systemd/system/trimtab.target.wants"
-    assert {p.name for p in wanted.iterdir()} == {"trimtab-worker@0.service"}
+    assert wanted(tmp_path / "root") == {"trimtab-worker@0.service"}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +250,10 @@ def test_an_nvidia_smi_that_fails_counts_no_gpus(tmp_path: Path) -> None:
         (["--prefix", "opt"], "--prefix must be an absolute path"),
         (["--purge"], "--purge goes with --uninstall"),
         (["--link-venv", str(VENV), "--gpus"], "--gpus needs a value"),
+        (["--address", "0.0.0.0"], "--address must be one that other machines reach"),
+        (["--address", "fd00::5"], "such as 10.0.0.5 or [fd00::5]"),
+        (["--name", "a b"], "--name must be letters"),
+        (["--scale", "--role", "gateway"], "--scale is for a machine with workers"),
         (["--engine", "tpu"], "--engine must be"),
         (["--whell", "x"], "no such option: --whell"),
         (["--link-venv", "/nowhere"], "there is no bin/trimtab-worker"),

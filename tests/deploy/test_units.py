@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,24 +13,31 @@ from controlplane.cli_scale import follow
 from services.gateway.settings import GatewaySettings
 from services.worker.__main__ import ENDS_S
 from services.worker.settings import WorkerSettings
-from tests.deploy.units import ROOT, Unit, install
+from tests.deploy.units import Unit, install
 from trimtab.kit.notify import PACE_S, PATIENCE_S
 from trimtab.kit.process import EXIT_RESTART
 from trimtab.policy import Policy
 from trimtab.progress import HUNG_AFTER_MS
 
-SERVICES = ("trimtab-control.service", "trimtab-gateway.service", "trimtab-worker@0.service", "trimtab-scale.service")
+SERVICES = (
+    "trimtab-control.service",
+    "trimtab-gateway.service",
+    "trimtab-worker@0.service",
+    "trimtab-scale.service",
+    "trimtab-gpu.service",
+)
 NOTIFYING = SERVICES[:3]
-EXPOSED_AT_MOST = dict.fromkeys(SERVICES, 30) | {"trimtab-worker@0.service": 40}
-"""Tenths of systemd-analyze's score, 0 to 100. A worker has the GPUs' devices, and makes machine code at run time."""
+EXPOSED_AT_MOST = dict.fromkeys(SERVICES, 30) | {"trimtab-worker@0.service": 40, "trimtab-gpu.service": 50}
+"""Tenths of systemd-analyze's score, 0 to 100. A worker has the GPUs' devices, and makes machine code at run time; trimtab-gpu is root,
+and loads a module."""
 
 systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["--tls", "--tls-credentials"])
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
-    done = install(root, "--gpus", "1", "--numa", "0", "--tls", "--scale")
+    done = install(root, "--gpus", "1", "--numa", "0", request.param, "--scale")
     assert done.returncode == 0, done.stderr
     return root
 
@@ -39,9 +45,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def analyze(root: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """systemd-analyze over copies in which the commands are those of this environment, which it looks for."""
     names = []
+    tool = tmp_path / "nvidia-modprobe"  # of the driver, which this machine need not have
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
     for name in (*SERVICES, "trimtab.target"):
         files = Unit(root, name).files
-        (tmp_path / name).write_text(files[0].read_text().replace("/opt/trimtab/", f"{root}/opt/trimtab/"))
+        text = files[0].read_text().replace("/opt/trimtab/", f"{root}/opt/trimtab/")
+        (tmp_path / name).write_text(text.replace("/usr/bin/nvidia-modprobe", str(tool)))
         names.append(str(tmp_path / name))
         if files[1:]:
             (tmp_path / f"{name}.d").mkdir()
@@ -127,12 +137,31 @@ def test_no_unit_shares_its_state_with_another_user_s(root: Path) -> None:
     assert {directory: len(who) for directory, who in users.items()} == {"trimtab": 1, "trimtab-scale": 1}
 
 
-def test_the_follower_is_called_as_it_wants_to_be() -> None:
-    text = (ROOT / "deploy/systemd/trimtab-scale.service").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
-    words = shlex.split(line.removeprefix("ExecStart="))
-    assert words[:3] == ["/opt/trimtab/bin/trimtab", "scale", "follow"]
-    context = follow.make_context("follow", words[3:])
-    assert context.params["start"] == "systemctl start trimtab-worker@{n}"
-    assert context.params["stop"] == "systemctl stop trimtab-worker@{n}"
+@pytest.mark.parametrize(
+    ("words", "node_id", "most"),
+    [(["--gpus", "0"], "w{n}", 10), (["--gpus", "2"], "w{n}", 2), (["--gpus", "4", "--name", "box"], "box-w{n}", 4)],
+)
+def test_the_follower_starts_no_worker_that_has_no_gpu(
+    tmp_path: Path, words: list[str], node_id: str, most: int
+) -> None:
+    """And knows its workers by the names that their own variables give them."""
+    assert install(tmp_path, "--scale", *words).returncode == 0
+    command = Unit(tmp_path, "trimtab-scale.service").command
+    assert command[:3] == [f"{tmp_path}/opt/trimtab/bin/trimtab", "scale", "follow"]
     assert isinstance(follow, click.Command)
+    asked = follow.make_context("follow", command[3:]).params
+    assert (asked["pool"], asked["node_id"], asked["most"]) == ("default", node_id, most)
+    assert asked["start"] == "systemctl start trimtab-worker@{n}"
+    assert asked["stop"] == "systemctl stop trimtab-worker@{n}"
+    worker = Unit(tmp_path, "trimtab-worker@0.service")
+    assert worker.environment["TRIMTAB_WORKER_NODE_ID"] == node_id.replace("{n}", "0")
+
+
+def test_cuda_s_devices_are_made_before_a_worker_starts(root: Path) -> None:
+    worker, gpu = Unit(root, "trimtab-worker@0.service"), Unit(root, "trimtab-gpu.service")
+    for key in ("Wants", "After"):
+        assert gpu.name in worker.values(key)[0].split()
+    assert gpu.values("Type") == ["oneshot"]
+    assert gpu.values("User") == []
+    (condition,), (command,) = gpu.values("ConditionPathExists"), gpu.values("ExecStart")
+    assert command.removeprefix("-").split()[0] == condition

@@ -4,6 +4,7 @@ its ExecStart line. Paths of the machine are those below the root that it was in
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = ROOT / "deploy" / "bare-metal" / "install.sh"
+ENVIRONMENT = INSTALL.with_name("environment.sh")
 VENV = Path(sys.executable).parent.parent
 PATIENCE_S = 60.0
 OURS = ("/opt/trimtab/", "/etc/trimtab/")
@@ -77,8 +79,10 @@ class Unit:
 
     @property
     def command(self) -> list[str]:
+        """With ${VARIABLES} of its environment replaced."""
         (line,) = self.values("ExecStart")
-        return [self.place(word) for word in shlex.split(line)]
+        env = self.environment
+        return [re.sub(r"\$\{(\w+)\}", lambda m: env[m[1]], self.place(word)) for word in shlex.split(line)]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -89,7 +93,7 @@ class Unit:
             if not path.startswith("-") or file.exists():
                 lines = [line.strip() for line in file.read_text().splitlines()]
                 found |= dict(line.split("=", 1) for line in lines if line and line[0] not in "#;")
-        return found
+        return {name: self.place(value) for name, value in found.items()}
 
     def prepare(self) -> None:
         """Its state and cache directories, and copies of its credentials."""

@@ -215,7 +215,6 @@ def test_on_a_cpu_the_model_runs_where_the_scheduler_does(monkeypatch: pytest.Mo
     assert '.distributed_executor_backend == "uni"' in text(CpuPlatform.check_and_update_config)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     assert ours.executor() is None, "who binds threads wants vLLM's own way"
-    assert [ours.threads(n) for n in (1, 2, 8)] == [1, 1, 7]
 
 
 def test_outputs_carry_what_we_read() -> None:

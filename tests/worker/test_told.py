@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import pytest
 
 from services.worker.commands import LEAVING, Commands
 from services.worker.settings import WorkerSettings
-from services.worker.told import BAD_SETTING, BadSetting, Told, decoded
+from services.worker.told import BAD_SETTING, GIVEN_UP_S, BadSetting, Kept, Told, decoded
 from trimtab.kit import config
 from trimtab.v1 import control_pb2
 
@@ -112,6 +117,95 @@ def test_where_that_fails_too_the_fifth_start_goes_without(path: Path) -> None:
     told.tell({"worker.step_ms": "5"})
     starts = [a_start(path, serves=False)[0] for _ in range(5)]
     assert [(s.max_num_seqs, s.step_ms) for s in starts] == [(32, 5.0)] * 2 + [(32, 10.0)] * 2 + [(8, 10.0)]
+
+
+def test_what_has_served_gets_four_starts_and_is_not_left_out_after_two(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    a_start(path)
+    starts = [a_start(path, serves=False)[0].max_num_seqs for _ in range(5)]
+    assert starts == [32, 32, 32, 32, 8]
+
+
+def test_a_start_that_ends_for_another_reason_does_not_count(path: Path) -> None:
+    _, told = a_start(path)
+    told.tell({"worker.max_num_seqs": "32"})
+    a_start(path, serves=False)
+    for _ in range(6):
+        settings, told = a_start(path, serves=False)
+        assert settings.max_num_seqs == 32
+        told.spare()
+        told.spare()
+        assert decoded(path.read_bytes()).failed == 1
+    _, told = a_start(path)
+    told.spare()
+    assert decoded(path.read_bytes()) == Kept({"max_num_seqs": "32"}, 0, {"max_num_seqs": "32"}), "it has served"
+
+
+SLOW = """
+import asyncio, pathlib, sys, uvloop
+from services.worker.settings import WorkerSettings
+from services.worker.told import Told
+from trimtab.kit import config
+load = lambda told: config.load(WorkerSettings, "worker", flags={"engine": "simulated"}, env={}, told=told)
+ages = iter((0.0, float(sys.argv[2])))
+told = Told(pathlib.Path(sys.argv[1]), load, clock=lambda: next(ages))
+told.mind_signals()
+told.begin()
+
+async def start():
+    print("it starts", flush=True)
+    await asyncio.sleep(3600)
+
+uvloop.run(start())
+"""
+"""A worker whose engine takes its time; its second look at the clock is at the signal."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("age_s", "failed"), [(5.0, 0), (GIVEN_UP_S, 1)])
+def test_a_signal_soon_after_the_begin_is_no_failure_and_ends_the_process(
+    path: Path, number: signal.Signals, age_s: float, failed: int
+) -> None:
+    a_start(path)[1].tell({"worker.max_num_seqs": "32"})
+    command = [sys.executable, "-c", SLOW, str(path), str(age_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "it starts\n"
+        assert decoded(path.read_bytes()).failed == 1
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    assert decoded(path.read_bytes()) == Kept({"max_num_seqs": "32"}, failed)
+
+
+def worker_ends(tmp_path: Path, *flags: str) -> int:
+    """The exit code of a whole worker that can't come to serve."""
+    env = {**os.environ, "TRIMTAB_STATE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "services.worker", "--engine", "simulated", "--node-id", "w0", *flags]
+    return subprocess.run(command, env=env, capture_output=True, timeout=120).returncode
+
+
+def test_a_port_that_is_taken_and_a_bad_certificate_are_no_failure_of_what_was_told(tmp_path: Path) -> None:
+    path = tmp_path / "default" / "told-w0.json"
+    path.parent.mkdir()
+    path.write_bytes(Kept({"max_num_seqs": "32"}).encoded())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert worker_ends(tmp_path, "--listen", address) == 2
+        assert worker_ends(tmp_path, "--listen", "127.0.0.1:0", "--metrics", address) == 2
+    missing = str(tmp_path / "none.pem")
+    tls = ("--tls-cert", missing, "--tls-key", missing, "--tls-ca", missing)
+    assert worker_ends(tmp_path, "--listen", "127.0.0.1:0", *tls) == 2
+    assert decoded(path.read_bytes()).failed == 0
+
+
+def test_a_setting_that_the_engine_does_not_start_with_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "default" / "told-w0.json"
+    path.parent.mkdir()
+    path.write_bytes(Kept({"block_size": "20"}).encoded())
+    assert worker_ends(tmp_path, "--listen", "127.0.0.1:0") == 3
+    assert decoded(path.read_bytes()).failed == 1
 
 
 def test_a_start_that_served_counts_anew(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.worker.engines import Applied, Job, Output, Stamps, reblocks
 from services.worker.engines import board as boards
+from services.worker.engines.cores import threads, usable
 from services.worker.engines.death import Death, death_of
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_arguments import OURS, Arguments
@@ -73,14 +74,6 @@ def executor(alone: bool = True) -> str | None:
     return None if not alone or _has_gpu() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ else IN_PROCESS
 
 
-def threads(cores: int) -> int:
-    """That compute, of so many cores: one is left to everything else, as vLLM does it too.
-
-    Threads of a step wait for each other by spinning: a core that one of them shares with another program stalls all of them.
-    """
-    return max(1, cores - 1)
-
-
 class VllmEngine:
     def __init__(
         self,
@@ -124,13 +117,15 @@ class VllmEngine:
         self.even_blocks = True
         self._defaults: dict[str, Any] = {}
         self._change: asyncio.Task[Reblock] | None = None
+        self._torn = ""
+        """Why the engine computes nothing any more, though its process is there until its next step; while it is idle there is none."""
         self.tokenizer: HfTokenizer
 
     async def start(self) -> None:
         os.environ.update(environment(self._kv_cache_gib))
         where = executor(self._arguments.alone)
         if where == IN_PROCESS:
-            os.environ.setdefault("OMP_NUM_THREADS", str(threads(len(os.sched_getaffinity(0)))))
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads(usable())))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -314,6 +309,7 @@ class VllmEngine:
             if self._llm.errored:
                 raise EngineDead("the engine process is gone") from e
             raise
+        self._torn = self._torn or said.get("dead", "")
         done = reblocks.answered(said)
         if not done.dry_run:
             self.limits = replace(self.limits, block_size=done.after.block_size, total_blocks=done.after.total_blocks)
@@ -346,12 +342,12 @@ class VllmEngine:
 
     @property
     def dead(self) -> bool:
-        return self._llm is not None and bool(self._llm.errored)
+        return bool(self._torn) or (self._llm is not None and bool(self._llm.errored))
 
     def death(self) -> Death:
         # Asked before `stop`, which ends processes itself.
         killed = any(p.exitcode == -signal.SIGKILL for p in self._processes)
-        return death_of(self._board.read_words(), killed=killed)
+        return death_of(self._board.read_words() or self._torn, killed=killed)
 
     async def stop(self) -> None:
         if self._llm is not None:

@@ -265,7 +265,7 @@ def _manager(scheduler: Any, config: KVCacheConfig) -> KVCacheManager:
 
 
 def _tear(core: Any, why: str) -> NoReturn:
-    """The engine ends before its next step, with these as its last words."""
+    """The engine ends before its next step, with these as its last words; the answer to the change has them at once."""
     log.critical(why)
 
     def end() -> NoReturn:

@@ -13,8 +13,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from controlplane.admin.restarts import SENT_S
 from controlplane.cli_restart import add_parser
+from controlplane.controllers.decision import Restart as Sent
 from controlplane.restarts.state import Order, Restart, Stage, Turn, encode
+from controlplane.restarts.steps import Ask
 from controlplane.store import Mark
 from controlplane.store.memory import MemoryStore
 from controlplane.store.redis import RedisStore
@@ -171,6 +174,77 @@ async def test_one_lives_at_a_time() -> None:
             await mesh.admin.start_restart(**an_order())
         await mesh.admin.end_rollout(first.rollout_id, author="ada")
         assert (await mesh.admin.start_restart(**an_order())).rollout.live
+
+
+async def test_none_begins_while_a_policy_is_tried_on_canaries() -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        tried = (await mesh.admin.start_rollout({"batch.active": "4"}, author="bob", bake_s=3600)).rollout
+        with pytest.raises(Conflict, match=f"rollout {tried.rollout_id} of bob lives") as e:
+            await mesh.admin.start_restart(**an_order())
+        assert e.value.metadata["rollout"] == tried.rollout_id
+        assert [r.rollout_id for r in (await mesh.admin.rollouts()).rollouts] == [tried.rollout_id]
+        await mesh.admin.end_rollout(tried.rollout_id, author="bob")
+        begun = (await mesh.admin.start_restart(**an_order())).rollout
+        await once(mesh, begun.rollout_id, lambda r: not r.live)
+        assert [w.newest.life for w in workers] == [2, 2, 2]
+
+
+async def test_of_a_policy_and_a_restart_that_begin_at_once_the_restart_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_mesh() as mesh:
+        workers = await three(mesh)
+        driver = mesh.plane.restarts._driver
+        begin, tried = driver.begin, asyncio.Event()
+
+        async def late(order: Order, turns: tuple[Turn, ...]) -> Restart:
+            await mesh.admin.start_rollout({"batch.active": "4"}, author="bob", bake_s=3600)
+            tried.set()
+            return await begin(order, turns)
+
+        monkeypatch.setattr(driver, "begin", late)
+        with pytest.raises(Conflict, match="of bob lives"):
+            await mesh.admin.start_restart(**an_order())
+        assert tried.is_set()
+        assert [r.live for r in (await mesh.admin.rollouts()).rollouts if r.kind == "restart"] == [False]
+        assert mesh.plane.restarts.restarting() == frozenset()
+        assert len(workers) == 3
+
+
+async def heal(mesh: Mesh, worker: Phoenix) -> str:
+    """What became of a restart that heal decided on a moment ago."""
+    command = Sent(worker.node.node_id, worker.newest._incarnation, 1.0, "it leaks KV blocks")
+    return await mesh.plane.loop._actuators.do("controller/heal", command)
+
+
+async def test_what_heal_decided_before_a_restart_went_on_is_not_done_any_more() -> None:
+    async with a_mesh(controllers=()) as mesh:
+        workers = await three(mesh, 2)
+        begun = (await mesh.admin.start_restart(**an_order(bake_ms=600_000))).rollout
+        await once(mesh, begun.rollout_id, lambda r: "w0 is baking" in r.verdict)
+        assert await heal(mesh, workers[1]) == "a restart is on its way in its pool: w0 away or watched"
+        assert await heal(mesh, workers[0]) == "w0 is started anew by a restart that is on its way"
+        workers[1].state = NodeState.HUNG
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(m.report and m.report.state is NodeState.HUNG for m in mesh.plane.fleet):
+                await asyncio.sleep(0.05)
+        assert await heal(mesh, workers[1]) == "", "one that hangs serves nobody anyway"
+
+
+async def test_nobody_is_told_to_go_beside_one_that_heal_has_just_sent_away() -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        now = 100.0
+        restarts = mesh.plane.restarts
+        restarts._clock = lambda: now
+        r = Restart("rs-1", Order("ada", drain_ms=1000), (Turn("w0", "default"), Turn("w1", "default")), 1)
+        assert restarts.keeps("w1") == ""
+        answer = await restarts._tell(r, Ask("w0", 1000, {}))
+        assert (answer.done, answer.reason) == (False, "NOT_SENT")
+        assert "has just sent w1 of its pool away" in answer.message
+        now += SENT_S
+        assert (await restarts._tell(r, Ask("w0", 1000, {}))).done, "the fleet knows by now"
 
 
 async def test_what_can_not_be_begun_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 from controlplane.fleet import Member, Refusal
 from controlplane.restarts.sights import sights_of
 from controlplane.restarts.steps import Sight
+from controlplane.telemetry import Telemetry
 from tests.controlplane.controllers.builders import a_node, a_window, policy_of
 from trimtab.measures import ERRORS, REQUESTS
 from trimtab.messages import Hello, NodeState, Report, Role
@@ -26,7 +27,8 @@ def seen(m: Member, *, samples: int = 30, measured: bool = True, **more: object)
     n = a_node(m.node_id)
     n.incarnation = "i0"
     n.windows.append(a_window(ttfts_ms=[100.0] * samples))
-    n.totals = {REQUESTS: 40, ERRORS: 2}
+    n.totals = {REQUESTS: 1040, ERRORS: 502}
+    n.counters = {REQUESTS: 40, ERRORS: 2}
     elsewhere = more.get("elsewhere", {})
     return sights_of([m], {m.node_id: n}, elsewhere, NEWEST, RULES, 100.0, {m.node_id} if measured else ())[m.node_id]  # type: ignore[arg-type]
 
@@ -47,6 +49,23 @@ def test_what_another_process_of_its_name_measured_says_nothing_of_this_one() ->
     hello = Hello(Node("w0", "default"), "i1", Role.WORKER, "tiny")
     s = seen(a_member(hello=hello))
     assert (s.p99_ms, s.samples, s.requests, s.errors) == (None, 0, 0, 0)
+
+
+def test_every_replica_has_the_same_of_what_a_process_has_counted() -> None:
+    """A leader goes on from what the one before it noted, also where it has heard nothing of the process before this one."""
+
+    def report(sequence: int, requests: int, errors: int) -> Report:
+        return Report(sequence, NodeState.SERVING, counters={REQUESTS: requests, ERRORS: errors})
+
+    m = a_member()
+    old = Hello(Node("w0", "default"), "i9", Role.WORKER, "tiny")
+    long, newer = Telemetry(0.0), Telemetry(0.0)
+    long.reported(old, report(1, 1000, 500), 90.0)
+    for sequence in (1, 2):
+        long.reported(m.hello, report(sequence, 10 * sequence, sequence), 100.0 + sequence)
+    newer.reported(m.hello, report(2, 20, 2), 102.0)
+    found = [sights_of([m], t.seen([m], (), 103.0).nodes, {}, NEWEST, RULES, 103.0)["w0"] for t in (long, newer)]
+    assert [(s.requests, s.errors) for s in found] == [(20, 2)] * 2
 
 
 def test_one_that_has_not_reported_starts_and_one_that_is_lost_does_not_serve() -> None:

@@ -264,6 +264,77 @@ def test_a_worker_that_does_worse_gets_its_settings_of_before_where_that_is_aske
     assert world.r.verdict == "requests fail at w0; w0 runs by its settings of before"
 
 
+def two_away(**order: Any) -> World:
+    """w0 is on its way back to its settings of before, and w1 was told to go as it was."""
+    world = World(3, revert=True, max_unavailable=2, **order)
+    assert [a.node_id for a in world.step()] == ["w0", "w1"]
+    for name in ("w0", "w1"):
+        world.leaves(name)
+    world.step()
+    world.returns("w0")
+    world.step()
+    world.see("w0", requests=20, errors=20)
+    assert [(a.node_id, a.settings) for a in world.step()] == [("w0", {"worker.max_num_seqs": ""})]
+    assert (world.r.stage, world.turn("w1").step) == (Stage.REVERTING, Step.STARTING)
+    return world
+
+
+def test_another_one_that_fails_does_not_end_the_way_back_of_the_first() -> None:
+    world = two_away(ready_ms=10_000)
+    world.leaves("w0")
+    world.step()
+    assert world.step(9.0) == ()
+    assert world.turn("w1").step is Step.FAILED
+    assert world.r.lines[-1].text.startswith("w1 does not serve again after")
+    assert (world.r.stage, sorted(world.r.under_way)) == (Stage.REVERTING, ["w0"])
+    world.returns("w0", told={}, requests=0, errors=0)
+    world.step()
+    world.step(5.0)
+    assert world.r.stage is Stage.STOPPED
+    assert world.r.verdict == "requests fail at w0; w0 runs by its settings of before"
+
+
+def test_two_that_do_worse_both_get_their_settings_of_before_and_the_first_reason_stands() -> None:
+    world = two_away()
+    world.returns("w1", refused="BAD: no")
+    world.leaves("w0")
+    assert [(a.node_id, a.settings) for a in world.step()] == [("w1", {"worker.max_num_seqs": ""})]
+    for name in ("w0", "w1"):
+        world.leaves(name)
+    world.step()
+    world.returns("w1", told={}, refused="")
+    world.step()
+    world.see("w1", state=NodeState.HUNG)
+    world.step()
+    assert (world.r.stage, world.turn("w1").step) == (Stage.REVERTING, Step.FAILED), "w0 is on its way"
+    world.returns("w0", told={}, requests=0, errors=0)
+    world.step()
+    world.step(5.0)
+    assert world.r.verdict == (
+        "requests fail at w0; then w1 does not serve while it is watched: it is hung; w0 runs by its settings of before"
+    )
+
+
+def test_one_that_refuses_what_it_is_told_does_not_end_the_way_back_of_another() -> None:
+    world = World(3, revert=True, max_unavailable=2)
+    world.step()
+    world.leaves("w0")
+    world.step()
+    world.returns("w0")
+    world.step()
+    world.see("w0", state=NodeState.HUNG)
+    world.step()
+    world.r = answered(world.r, "w1", Answer(False, "BAD_SETTING", "no"), world.now)
+    assert (world.r.stage, world.turn("w1").step) == (Stage.REVERTING, Step.FAILED)
+    world.leaves("w0")
+    world.step()
+    world.returns("w0", told={})
+    world.step()
+    world.step(5.0)
+    assert world.r.stage is Stage.STOPPED
+    assert world.r.verdict.startswith("w0 does not serve while it is watched")
+
+
 def test_settings_that_were_not_there_before_are_taken_back() -> None:
     world = World(2, revert=True)
     world.around("w0")

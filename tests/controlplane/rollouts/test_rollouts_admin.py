@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from controlplane.controllers.decision import Propose
+from controlplane.restarts.state import Order, Restart, Turn
+from controlplane.restarts.state import encode as encode_restart
 from controlplane.rollouts import builds
 from controlplane.rollouts.driver import document_of
+from controlplane.store import Mark, PolicyStore
 from controlplane.store.memory import MemoryStore
 from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
 from trimtab import measures
@@ -68,7 +71,8 @@ async def ended(mesh: Mesh, rollout_id: str) -> admin_pb2.Rollout:
         found = await shown(mesh, rollout_id)
         return None if found.live else found
 
-    return await until(look)
+    over: admin_pb2.Rollout = await until(look)
+    return over
 
 
 async def begun(mesh: Mesh, **asked: Any) -> admin_pb2.Rollout:
@@ -131,6 +135,85 @@ async def test_one_lives_at_a_time_and_what_is_refused_leaves_nothing() -> None:
             await begun(mesh)
         with pytest.raises(InvalidRequest, match="no rollout is called 'r-x'"):
             await mesh.admin.end_rollout("r-x", author="bob")
+
+
+async def test_what_is_refused_as_it_is_written_is_gone_though_the_leader_has_carried_it_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_mesh() as mesh:
+        await workers(mesh)
+        replica, write = mesh.plane.replica, mesh.plane.replica.write
+
+        async def refuses(build: Any, nodes: Any, **asked: Any) -> Any:
+            if asked["author"] != "ada" or asked.get("dry_run"):
+                return await write(build, nodes, **asked)
+            (r,) = (await mesh.admin.rollouts()).rollouts
+            await until(lambda: _carried_on(mesh.store, r.rollout_id))
+            raise Conflict("others kept changing the policy in between; try again")
+
+        monkeypatch.setattr(replica, "write", refuses)
+        with pytest.raises(Conflict, match="kept changing"):
+            await begun(mesh, bake_s=1)
+        assert (await mesh.admin.rollouts()).rollouts == []
+        assert await _rollout_marks(mesh.store) == {}
+        monkeypatch.undo()
+        assert (await begun(mesh, bake_s=600)).live
+
+
+async def test_what_would_be_refused_is_heard_of_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_mesh() as mesh:
+        await workers(mesh)
+        marked: list[str] = []
+        mark = mesh.store.mark
+
+        async def noted(m: Mark) -> bool:
+            marked.append(m.key)
+            return await mark(m)
+
+        monkeypatch.setattr(mesh.store, "mark", noted)
+        with pytest.raises(Conflict):
+            await begun(mesh, expect_version=7)
+        assert [key for key in marked if key.startswith("rollout/")] == []
+
+
+async def test_none_begins_while_workers_are_restarted_one_after_another() -> None:
+    async with a_mesh() as mesh:
+        await workers(mesh)
+        restart = Restart("rs-1", Order("bob"), (Turn("w2"),), 1)
+        assert await mesh.store.mark(Mark("restart/rs-1", 1, encode_restart(restart)))
+
+        async def known() -> bool:
+            return any(r.rollout_id == "rs-1" for r in (await mesh.admin.rollouts()).rollouts)
+
+        await until(known)
+        with pytest.raises(Conflict, match="restart rs-1 of bob is on its way"):
+            await begun(mesh)
+        with pytest.raises(Conflict, match="rs-1"):
+            await begun(mesh, dry_run=True)
+        await mesh.admin.end_rollout("rs-1", author="bob")
+        assert (await begun(mesh, bake_s=600)).live
+
+
+async def test_a_person_does_not_promote_what_was_taken_back_and_is_not_marked_so_yet() -> None:
+    async with a_mesh() as mesh:
+        w = await workers(mesh)
+        r = await begun(mesh, bake_s=600)
+        nodes = [m.hello.node for m in mesh.plane.fleet.connected(Role.WORKER)]
+        await mesh.plane.replica.write(builds.drop(r.rollout_id), lambda: nodes, author="controller/rollout", reason="")
+        with pytest.raises(Conflict, match=f"rollout {r.rollout_id} has ended"):
+            await mesh.admin.end_rollout(r.rollout_id, author="bob", promote=True)
+        await active(w[0], 48)
+        assert (await mesh.admin.get_policy()).effective.batch.active == 48
+
+
+async def _rollout_marks(store: PolicyStore) -> dict[str, Mark]:
+    return {m.key: m for m in await store.marks() if m.key.startswith("rollout/")}
+
+
+async def _carried_on(store: PolicyStore, rollout_id: str) -> bool:
+    """The leader has kept it once more than whoever began it."""
+    mark = (await _rollout_marks(store)).get(f"rollout/{rollout_id}")
+    return mark is not None and mark.stamp > 2
 
 
 async def test_the_leader_promotes_what_does_no_worse_in_the_name_of_who_began_it() -> None:

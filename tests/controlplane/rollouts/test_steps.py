@@ -11,7 +11,8 @@ from controlplane.rollouts.choose import Wanted, Worker, choose, more
 from controlplane.rollouts.judge import Judgement
 from controlplane.rollouts.state import PREFIX, Measure, Rollout, Stage, Verdict, Wealth, decode, encode
 from controlplane.rollouts.steps import Facts, advance
-from controlplane.spec import promote, set_fields
+from controlplane.rollouts.watching import build_of
+from controlplane.spec import pin, promote, set_fields
 from trimtab.errors import Conflict, InvalidRequest, PolicyRefused
 from trimtab.sequential import Odds, Sign
 from trimtab.snapshot import Document, Limits, Node, Owner, Pin, Scope, ScopeKind, resolve
@@ -99,6 +100,38 @@ def test_what_ends_it_beside_the_measures(facts: dict[str, object], stage: Stage
 
 def test_restarts_of_everybody_and_a_short_absence_end_nothing() -> None:
     assert after(a_rollout(), WELL, 1000, restarts=(2, 1), absent_s=29.0).live
+
+
+def test_no_further_while_a_canary_is_to_be_waited_for_and_not_for_ever() -> None:
+    away = {"waits": "w0 not serving", "waits_s": 5.0}
+    assert after(a_rollout(), WELL, BAKE_MS - 1, **away) == a_rollout(samples=(30, 90))
+    held = after(a_rollout(), WELL, BAKE_MS, **away)
+    assert held.live and held.canaries == ("w0",) and held.verdict == "waits: w0 not serving"
+    assert after(held, UNSURE, BAKE_MS + 1000, **away).lines == held.lines
+    assert after(held, WELL, BAKE_MS + 2000).stage is Stage.WIDENING
+    lost = after(held, WELL, BAKE_MS + 2000, waits="w0 not serving", waits_s=180.0)
+    assert (lost.stage, lost.verdict) == (Stage.ROLLED_BACK, "undecided: w0 not serving")
+    twice = after(a_rollout(), WORSE, BAKE_MS, **away)
+    assert after(twice, WORSE, BAKE_MS + 1000, **away).verdict == "canaries are worse"
+
+
+def test_what_was_ended_or_changed_by_people_is_promoted_by_nobody() -> None:
+    promotes = build_of(a_rollout(stage=Stage.PROMOTED))
+    began = builds.begin("r-1", FIELDS, Scope(), ("w0",))(Document(), NODES, 1).document
+    done = promotes(began, NODES, 2).document
+    assert done.base == {"batch.active": 8}
+    # By a leader that could not say so any more.
+    assert promotes(done, NODES, 3).changes == ()
+    back = builds.drop("r-1")(began, NODES, 2).document
+    for build in (promotes, promote("r-1", FIELDS, Scope())):
+        with pytest.raises(Conflict, match="rollout r-1 has ended"):
+            build(back, NODES, 3)
+    people = set_fields({"batch.active": "9"})(began, NODES, 2).document
+    with pytest.raises(Conflict, match=r"batch\.active was set to 9 meanwhile"):
+        promotes(people, NODES, 3)
+    pinned = pin(["batch.active"], True, author="bob", reason="mine")(began, NODES, 2).document
+    with pytest.raises(Conflict, match="pinned by bob"):
+        promotes(pinned, NODES, 3)
 
 
 def test_one_of_each_pool_and_model_is_a_canary_unless_more_are_wanted() -> None:

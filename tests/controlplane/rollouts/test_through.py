@@ -90,6 +90,23 @@ def test_on_top_of_what_holds_a_canary_comes_to_what_is_tried_and_the_others_kee
     assert course.until(125.0, more) == [more]
 
 
+def test_a_move_whose_canary_is_dead_goes_no_further_and_is_taken_back_where_it_stays_dead() -> None:
+    course = Course()
+    course.until(50.0, MESH)
+    course.nodes["w0"].connected = False
+    held = [replace(MESH, scope=W0)]
+    assert course.until(75.0, MESH) == held
+    course.nodes["w0"].connected = True
+    assert course.until(76.0, MESH) == [MESH]
+
+    course = Course()
+    course.until(50.0, MESH)
+    course.nodes["w0"].state = NodeState.HUNG
+    assert course.until(90.0, MESH) == held
+    assert course.until(91.0, MESH) == []
+    assert course.through.told[-1] == ("batch", "takes batch.active back from w0", "w0 not serving")
+
+
 def test_nobody_waits_for_what_people_have_set() -> None:
     course = Course()
     course.until(62.0, MESH)

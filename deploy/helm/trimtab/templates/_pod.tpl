@@ -51,13 +51,8 @@
 {{- end }}
 {{- end }}
 
-{{/* For the pods that run `trimtab` verbs: who they are, and whom they ask. */}}
-{{- define "trimtab.verbEnv" -}}
-{{ include "trimtab.env" . }}
-- name: TRIMTAB_CONTROL
-  value: {{ include "trimtab.control" . }}
-- name: TRIMTAB_GATEWAY
-  value: {{ include "trimtab.named" (dict "root" . "part" "gateway") }}:7070
+{{/* The pod's own certificate, for `trimtab` verbs that are run in it. */}}
+{{- define "trimtab.verbTls" -}}
 {{- if .Values.tls.enabled }}
 - name: TRIMTAB_TLS_CA
   value: /etc/trimtab/tls/ca.crt
@@ -68,6 +63,16 @@
 - name: TRIMTAB_TLS_MESH
   value: {{ .Values.mesh }}
 {{- end }}
+{{- end }}
+
+{{/* For the pods that run `trimtab` verbs: who they are, and whom they ask. */}}
+{{- define "trimtab.verbEnv" -}}
+{{ include "trimtab.env" . }}
+- name: TRIMTAB_CONTROL
+  value: {{ include "trimtab.control" . }}
+- name: TRIMTAB_GATEWAY
+  value: {{ include "trimtab.named" (dict "root" . "part" "gateway") }}:7070
+{{- include "trimtab.verbTls" . }}
 {{- with .Values.verbs.token.existingSecret }}
 - name: TRIMTAB_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.verbs.token.key }}}}

@@ -50,6 +50,15 @@ topology manager place on one NUMA node, beside the GPU. */}}
 {{- end }}
 {{- end }}
 
+{{/* What a volume for models is claimed with: {pool}. */}}
+{{- define "trimtab.modelClaim" -}}
+accessModes: [ReadWriteOnce]
+{{- with .pool.modelCache.storageClass }}
+storageClassName: {{ . }}
+{{- end }}
+resources: {requests: {storage: {{ .pool.modelCache.size }}}}
+{{- end }}
+
 {{- define "trimtab.workerVolumes" -}}
 # The engine's processes talk through it; the container's own 64 MiB are too few for tensor parallelism.
 - name: shm
@@ -57,6 +66,14 @@ topology manager place on one NUMA node, beside the GPU. */}}
 {{- if .pool.modelCache.existingClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .pool.modelCache.existingClaim }}}
+{{- else if and .pool.modelCache.persistent (gt (int .pool.multiNode.size) 1) }}
+# The pods of a group are made anew together, by a set that claims nothing for them: a volume of the pod's own, which goes with it.
+- name: models
+  ephemeral:
+    volumeClaimTemplate:
+      metadata:
+        labels: {{- include "trimtab.selector" .scope | nindent 10 }}
+      spec: {{- include "trimtab.modelClaim" . | nindent 8 }}
 {{- else if not .pool.modelCache.persistent }}
 - name: models
   emptyDir: {sizeLimit: {{ .pool.modelCache.size }}}
