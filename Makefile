@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Where tests look for promtool, beside PATH: this user's cache directory, as the converted model's is.
 PROMTOOL_DIR = $${TRIMTAB_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/trimtab}/prometheus
 
-.PHONY: help setup lock proto boards promtool baseline check test test-fast test-v4 up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency bench-blocks bench-reblock bench-sizing drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-giants drill-giants-v4 drill-inversion drill-silence drill-restart drill-hosts clean clean-cache
+.PHONY: help setup lock proto boards promtool baseline check test test-fast test-v4 up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency bench-blocks bench-reblock bench-sizing drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-exhaustion drill-giants drill-giants-v4 drill-inversion drill-silence drill-restart drill-hosts clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
@@ -54,9 +54,9 @@ check: setup ## lint, formats, types, layers, protos, generated code
 	  echo '==> buf breaking: against protos/baseline.binpb'; $(BIN)/buf breaking --against protos/baseline.binpb; fi
 	@echo '==> generate --check: trimtab/v1 is what the protos give'; $(BIN)/python tools/generate.py --check
 
-# One after another: a machine that is new and busy has no time to spare; test-fast runs side by side.
+# Side by side by few processes, and those of vLLM alone at the end (tests/workers.py): a machine that is new and busy has no time to spare.
 test: setup ## every test, those with a real vLLM included
-	@echo '==> pytest'; $(BIN)/python -m pytest -n0 --durations=10 $(ARGS)
+	@echo '==> pytest'; $(BIN)/python -m pytest -n3 --durations=10 $(ARGS)
 
 test-fast: setup ## the tests that need no vLLM
 	@echo '==> pytest, without vLLM'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)
@@ -123,6 +123,9 @@ drill-hang: setup ## an engine that stops within a step: the loop restarts the w
 
 drill-oom: setup ## an engine that runs out of memory, and one with too few KV blocks
 	@$(BIN)/trimtab drill oom $(ARGS)
+
+drill-exhaustion: setup ## more BATCH than the KV cache holds: the loop lets it in later
+	@$(BIN)/trimtab drill exhaustion $(ARGS)
 
 drill-giants: setup ## prompts of giant length in the mix: the loop keeps them apart
 	@$(BIN)/trimtab drill giants $(ARGS)

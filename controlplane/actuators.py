@@ -6,15 +6,16 @@ What pools want is kept in the store as a mark, so that the next leader goes on 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
 
 from controlplane.admin.blocks import Blocks
-from controlplane.admin.workers import Workers
+from controlplane.admin.workers import RESTARTED, Workers
+from controlplane.controllers import heal
 from controlplane.controllers.decision import Command, Propose, Reblock, Release, Reload, Restart, Want
-from controlplane.plans import Plans
+from controlplane.plans import Plans, above, stamp_of, unmark_all
 from controlplane.replica import unix_ms
 from controlplane.store import Action, Mark, PolicyStore
 from trimtab.codec import encode_match
@@ -32,6 +33,8 @@ class Actuators:
 
     def __init__(self, workers: Workers, steer: Steer, store: PolicyStore, blocks: Blocks) -> None:
         self.wants: dict[str, Want] = {}
+        self.restarted: dict[str, tuple[int, ...]] = {}
+        """When earlier leaders had workers started anew for want of health, in unix milliseconds by node: what the store still tells."""
         self.plans = Plans(store)
         self.propose: Callable[[str, Propose], Awaitable[str]] = _nobody_tries
         """Tries a policy on canaries; set by whoever drives rollouts."""
@@ -42,15 +45,34 @@ class Actuators:
         self._store = store
         self._blocks = blocks
         self._unsaved: set[str] = set()
+        self._stamps: dict[str, int] = {}
+        """Of marks that the store was last known to have, by pool."""
 
     async def recall(self) -> None:
-        """What was wanted and planned under the leader before; StoreUnavailable when nobody can say."""
+        """What was wanted, planned and restarted under the leader before; StoreUnavailable when nobody can say."""
         marks = await self._store.marks()
+        self.restarted = _restarted(await self._store.actions())
         self.plans.recall(marks)
+        self.rest()
         for mark in marks:
             want = _decoded(mark)
             if want is not None:
-                self.wants[want.pool] = want
+                self.wants[want.pool], self._stamps[want.pool] = want, mark.stamp
+
+    def rest(self) -> None:
+        """Another leads, or nobody: what this replica held of wants is nobody's word any more."""
+        self.wants, self._unsaved, self._stamps = {}, set(), {}
+
+    async def forget(self) -> None:
+        """Nobody says any more what pools want."""
+        if not self.wants:
+            return
+        try:
+            await unmark_all(self._store, PREFIX)
+        except StoreUnavailable as e:
+            log.warning("what pools wanted is still stored", because=e.message)
+            return
+        self.rest()
 
     async def want(self, want: Want) -> bool:
         """So many workers from now on. False when that was wanted already."""
@@ -60,15 +82,22 @@ class Actuators:
             self.wants[want.pool] = want
             self._unsaved.add(want.pool)
             log.info("workers wanted", pool=want.pool, workers=want.workers, reason=want.reason, evidence=want.evidence)
-        for pool in list(self._unsaved):
-            # One that the store did not take is offered again with the next tick; it holds all the same.
-            try:
-                await self._store.mark(_encoded(self.wants[pool]))
-            except StoreUnavailable as e:
-                log.warning("what a pool wants is not stored", pool=pool, because=e.message)
-                break
-            self._unsaved.discard(pool)
+        # One that the store did not take is offered again with the next tick; it holds all the same.
+        try:
+            for pool in list(self._unsaved):
+                await self._save(self.wants[pool])
+        except StoreUnavailable as e:
+            log.warning("what a pool wants is not stored", because=e.message)
         return changed and (before is None or before.workers != want.workers)
+
+    async def _save(self, want: Want) -> None:
+        """Where the store has a mark with as high a stamp, the next tick goes above it: by then this replica may know that it leads no more."""
+        mark = _encoded(want, above(self._stamps.get(want.pool, 0), unix_ms()))
+        if await self._store.mark(mark):
+            self._stamps[want.pool] = mark.stamp
+            self._unsaved.discard(want.pool)
+        else:
+            self._stamps[want.pool] = await stamp_of(self._store, mark.key)
 
     async def do(self, author: str, command: Command) -> str:
         """Once; why it was not done, or nothing."""
@@ -146,12 +175,21 @@ def _unless(done: bool, answer: Any) -> str:
     return "" if done else f"{answer.reason}: {answer.message}"
 
 
-def _encoded(want: Want) -> Mark:
+def _restarted(actions: Iterable[Action]) -> dict[str, tuple[int, ...]]:
+    """By the heal controller, by node: those too that were told in vain, as a leader counts its own."""
+    found: dict[str, tuple[int, ...]] = {}
+    for a in actions:
+        if a.author == f"controller/{heal.name}" and a.what.startswith(RESTARTED):
+            found[a.node_id] = (*found.get(a.node_id, ()), a.at_unix_ms)
+    return found
+
+
+def _encoded(want: Want, stamp: int) -> Mark:
     said = {
         "kind": "want", "pool": want.pool, "workers": want.workers, "reason": want.reason, "evidence": want.evidence,
         "surplus": list(want.surplus),
     }  # fmt: skip
-    return Mark(PREFIX + want.pool, unix_ms(), json.dumps(said, ensure_ascii=False).encode())
+    return Mark(PREFIX + want.pool, stamp, json.dumps(said, ensure_ascii=False).encode())
 
 
 def _decoded(mark: Mark) -> Want | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
-from controlplane.breakers import DEFAULT_FORCE_MS, Ledger, Notice, Side, Trip, Word, decode, encode
+from controlplane.breakers import DEFAULT_FORCE_MS, KEYS, Ledger, Notice, Side, Trip, Word, decode, encode
 from controlplane.replica import unix_ms
 from controlplane.store import Mark, PolicyStore
 from trimtab.errors import Conflict, StoreUnavailable
@@ -116,6 +116,8 @@ class BreakerKeeper:
     def _take(self, marks: list[Mark], *, live: bool) -> None:
         now = self._now()
         for mark in marks:
+            if not mark.key.startswith(KEYS):
+                continue  # of others, who may have many large ones
             record = decode(mark.data)
             if record is not None and self.ledger.take(record, now, live=live):
                 self._due.set()

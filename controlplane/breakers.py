@@ -25,6 +25,9 @@ KEEP_MS = 3_600_000
 """A record that is over is told for so long."""
 CLOCKS_MS = 60_000
 """Clocks of replicas may be so far apart."""
+TRIP, WORD = "trip:", "word:"
+KEYS = (TRIP, WORD)
+"""What the keys of these records begin with."""
 
 
 class Side(enum.StrEnum):
@@ -50,7 +53,7 @@ class Trip:
 
     @property
     def key(self) -> str:
-        return f"trip:{self.node_id}"
+        return TRIP + self.node_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Word:
 
     @property
     def key(self) -> str:
-        return f"word:{self.node_id}"
+        return WORD + self.node_id
 
 
 @dataclass(frozen=True, slots=True)

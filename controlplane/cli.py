@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trimtab.errors import PolicyRefused, TrimtabError
-from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option, run
+from trimtab.kit.cli import ExitCode, astray, control_option, echo_json, fail, json_option, run
 from trimtab.policy import FIELDS, Field, Kind, field
 from trimtab.presets import BUDGET, BUDGET_TOKENS, ITL, SMALL, small
 from trimtab.snapshot import Scope, parse_scope
@@ -51,7 +51,7 @@ def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaita
     try:
         return run(asking())
     except TrimtabError as e:
-        fail(e, as_json)
+        fail(astray(e, address, "control plane"), as_json)
     except CertificateError as e:
         raise click.UsageError(str(e)) from e
 
@@ -93,7 +93,7 @@ def get(name: str | None, node: str, control: str | None, as_json: bool) -> None
     """Show the policy, or one FIELD of it: its value, and where that comes from."""
     from controlplane import render
 
-    fields = [field_of(name)] if name else list(FIELDS.values())
+    fields = [field_of(name, as_json)] if name else list(FIELDS.values())
     answer = ask(control, as_json, lambda client: client.get_policy(node))
     try:
         if as_json:
@@ -133,8 +133,8 @@ def set_(
     """Change fields, now, on every running engine, or on those of a pool, a label or one node (--for). The VALUE `default` takes a
     field out of the spec; a list of names has commas between them, and nothing after the sign empties it.
 
-    Exit codes: 0 every connected worker applied it, 4 refused or in conflict (nothing changed), 5 some worker refused it or has not
-    answered within --wait.
+    Exit codes: 0 every connected worker applied it, 2 no such field, 4 refused or in conflict (nothing changed), 5 some worker refused
+    it or has not answered within --wait.
     """
 
     fields = assigned(assignments)
@@ -215,14 +215,18 @@ def history(limit: int, controllers: bool, control: str | None, as_json: bool) -
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="End with exit code 5 where a node is lost, or not on the newest policy.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="End with exit code 5 where a node is lost, or not on the newest policy, or nobody takes requests.",
+)
 @control_option
 @json_option
 def fleet(check: bool, control: str | None, as_json: bool) -> None:
     """Show the mesh's nodes: their state, their load, and the policy that each has applied or refused.
 
-    Exit codes: 0 whatever it shows, 3 no control plane answers; with --check 5 no node is connected, one is lost, or one has refused or not
-    yet applied the newest policy. A node that was drained is not missed.
+    Exit codes: 0 whatever it shows, 3 no control plane answers; with --check 5 no node is connected, no worker takes requests, a
+    node is lost, or one has refused or not yet applied the newest policy. A node that was drained is not missed.
     """
     from controlplane import render_fleet
 
@@ -257,12 +261,12 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def field_of(name: str) -> Field:
-    """The field of that name; a usage error that names the nearest one."""
+def field_of(name: str, as_json: bool) -> Field:
+    """The field of that name; else the end of the command, as the control plane's own refusal of it is."""
     try:
         return field(name)
     except PolicyRefused as e:
-        raise click.UsageError(e.message) from e
+        fail(e, as_json)
 
 
 def scope_of(said: str) -> Scope:

@@ -133,8 +133,9 @@ def apply(
 
 
 @policy.command("schema")
-def schema() -> None:
-    """Print the JSON schema of the files that `policy apply -f` takes."""
+@json_option
+def schema(as_json: bool) -> None:
+    """Print the JSON schema of the files that `policy apply -f` takes. It is JSON with --json and without."""
     from controlplane import spec_file
 
     echo_json(spec_file.schema())
@@ -180,7 +181,7 @@ def _pin(
     control: str | None,
     as_json: bool,
 ) -> None:
-    paths = [field_of(name).path for name in fields]
+    paths = [field_of(name, as_json).path for name in fields]
     answer = ask(
         control,
         as_json,
@@ -225,7 +226,7 @@ def explain(name: str, control: str | None, as_json: bool) -> None:
     from trimtab.codec import decode_hello
     from trimtab.messages import Role
 
-    asked = field_of(name)
+    asked = field_of(name, as_json)
 
     async def look(client: AdminClient) -> tuple[Any, dict[str, Any], list[Any]]:
         now = await client.get_policy()

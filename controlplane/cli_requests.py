@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +11,7 @@ import click
 
 from controlplane.cli import ask, user
 from controlplane.cli_workers import duration
+from trimtab.errors import TrimtabError
 from trimtab.kit.cli import ExitCode, control_option, echo_json, json_option
 from trimtab.kit.duration import brief
 from trimtab.messages import RequestMatch, Workload
@@ -92,7 +94,7 @@ def reprioritise(delta: int | None, **given: Any) -> None:
     """
     match = _match(given, () if delta is not None else ("how far: --delta N",))
     assert delta is not None
-    _steer("reprioritise", given, lambda client, **why: client.reprioritise(match, delta, **why), delta=delta)
+    _steer("reprioritise", match, given, lambda client, **why: client.reprioritise(match, delta, **why), delta=delta)
 
 
 @requests.command("isolate")
@@ -105,7 +107,7 @@ def isolate(off: bool, **given: Any) -> None:
     does nothing.
     """
     match = _match(given)
-    _steer("isolate", given, lambda client, **why: client.isolate(match, not off, **why), isolated=not off)
+    _steer("isolate", match, given, lambda client, **why: client.isolate(match, not off, **why), isolated=not off)
 
 
 @requests.command("release")
@@ -123,11 +125,12 @@ def release(yes: bool, **given: Any) -> None:
         if not click.confirm("Release them?", err=True):
             click.echo("nothing was released", err=True)
             sys.exit(ExitCode.GOAL_FAILED)
-    _steer("release", given, lambda client, **why: client.release(match, **why))
+    _steer("release", match, given, lambda client, **why: client.release(match, **why))
 
 
 def _steer(
     action: str,
+    match: RequestMatch,
     given: dict[str, Any],
     call: Callable[..., Awaitable[Any]],
     **details: Any,
@@ -137,17 +140,24 @@ def _steer(
 
     author, reason, as_json = given["author"] or user(), given["reason"], given["as_json"]
 
-    def asking(client: AdminClient) -> Awaitable[Any]:
-        return call(client, author=author, reason=reason)
+    async def asking(client: AdminClient) -> tuple[Any, int | None]:
+        answer = await call(client, author=author, reason=reason)
+        telemetry = None
+        if not match.request_ids:
+            with contextlib.suppress(TrimtabError):
+                telemetry = await client.get_telemetry(windows=1)
+        return answer, render.in_gateways(telemetry, match.workload) if telemetry is not None else None
 
-    answer = ask(given["control"], as_json, asking)
+    answer, untouched = ask(given["control"], as_json, asking)
     code = render.exit_code(answer)
     if as_json:
-        echo_json(render.steered_json(action, answer, details))
+        echo_json({**render.steered_json(action, answer, details), "waiting_in_gateways": untouched})
     elif render.affected(answer):
         click.echo(render.steered_text(action, answer, details))
     if not render.affected(answer):
         click.secho(f"error: {render.nobody_text(answer)}", fg="red", err=True)
+    if untouched and not as_json:
+        click.echo(render.untouched_text(untouched, match.workload), err=not render.affected(answer))
     sys.exit(code)
 
 

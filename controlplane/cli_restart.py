@@ -39,6 +39,22 @@ def _told(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -
     return told
 
 
+def _sure() -> None:
+    """Ends the process where nobody says so."""
+    if not _at_a_terminal():
+        raise click.UsageError(
+            "say which workers (--pool P, --node W), or --yes where every worker of the mesh is meant"
+        )
+    click.echo("This starts every worker of the mesh anew, one after another; --dry-run shows the order.", err=True)
+    if not click.confirm("Start them anew?", err=True):
+        click.echo("nothing was started anew", err=True)
+        sys.exit(ExitCode.GOAL_FAILED)
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 @click.command()
 @click.option("--pool", default="", metavar="P", help="The workers of this pool. [default: all of the mesh]")
 @click.option("--node", "node_ids", multiple=True, metavar="W", help="This worker; may be given again.")
@@ -90,23 +106,27 @@ def _told(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -
 )
 @click.option("--force", is_flag=True, help="Also the only worker that serves its model: its requests get NO_WORKER meanwhile.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Until it is over.")
+@click.option("--yes", is_flag=True, help="Don't ask, where it is every worker of the mesh.")
 @click.option("--dry-run", is_flag=True, help="Check and show who would go, and in which order; do nothing.")
 @click.option("--reason", default="", metavar="TEXT", help="Why; `trimtab why W` tells it.")
 @click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
 @control_option
 @json_option
-def restart(control: str | None, as_json: bool, wait: bool, **given: Any) -> None:
+def restart(control: str | None, as_json: bool, wait: bool, yes: bool, **given: Any) -> None:
     """Start workers anew, one after another: each drains, comes back, and is watched before the next one goes. Streams go on elsewhere
     without a token missing or twice.
 
     What a running engine can't change (its settings: --set) changes so. The first worker checks the settings; where it refuses them nothing
-    has happened. It stops by itself where a worker does not come back, or does worse than before.
+    has happened. Without --pool and --node it is every worker of the mesh: at a terminal it asks first, elsewhere it wants --yes.
+    It stops by itself where a worker does not come back, or does worse than before.
 
     Exit codes: 0 begun (with --wait: done), 2 usage or an unknown worker, 3 no control plane answers, 4 refused (another restart is on its
     way, or nobody else serves the model), 5 with --wait: it stopped or was aborted.
     """
     from controlplane import render_restart as render
 
+    if not (yes or given["pool"] or given["node_ids"] or given["dry_run"]):
+        _sure()
     shown = 0
 
     def show(rollout: Any) -> None:

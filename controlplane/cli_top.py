@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -79,17 +80,23 @@ async def _look(client: AdminClient, mesh: str) -> View:
 
 
 async def _stream(client: AdminClient, interval_s: float, mesh: str) -> None:
-    """One line of JSON for each look, until whoever reads has gone."""
+    """One line of JSON for each look, until it is interrupted or whoever reads has gone."""
     from controlplane import render_top as render
 
-    while True:
+    ended = _until_interrupted()
+    while not ended.is_set():
         begun = time.monotonic()
-        view = await _look(client, mesh)
-        try:
-            click.echo(json.dumps(render.top_json(view, _now()), ensure_ascii=False))
-        except BrokenPipeError:
+        if (view := await _unless(ended, _look(client, mesh))) is None:
             return
-        await asyncio.sleep(max(0.0, begun + interval_s - time.monotonic()))
+        click.echo(json.dumps(render.top_json(view, _now()), ensure_ascii=False))
+        await _unless(ended, asyncio.sleep(max(0.0, begun + interval_s - time.monotonic())))
+
+
+def _until_interrupted() -> asyncio.Event:
+    """Set by Ctrl-C, which is how this verb is ended: no failure."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, ended.set)
+    return ended
 
 
 async def _watch(client: AdminClient, interval_s: float, mesh: str) -> None:
@@ -100,7 +107,7 @@ async def _watch(client: AdminClient, interval_s: float, mesh: str) -> None:
     from controlplane import render_top as render
 
     view, fault = await _look(client, mesh), ""
-    ended = asyncio.Event()
+    ended = _until_interrupted()
     console = Console(highlight=False)
     with _keys(ended), Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as shown:
         while not ended.is_set():

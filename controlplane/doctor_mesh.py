@@ -28,8 +28,10 @@ from trimtab.policy import FIELDS
 
 OK, UNKNOWN, SUSPECT, FOUND = Verdict.OK, Verdict.UNKNOWN, Verdict.SUSPECT, Verdict.FOUND
 
-RESTARTS = 3
-"""Of one node since it was first heard of: somebody starts it again and again."""
+DEATHS = 3
+"""Of one node since it was first heard of: it ends again and again, and nobody has asked for it."""
+DIED_S = 600.0
+"""A death is told of for so long."""
 TRIPS = 3
 """Of one process's breaker: it flaps."""
 FAILED_MS = 10 * 60_000
@@ -49,8 +51,16 @@ def _there(case: Case) -> Check:
     if case.workers:
         said = f"none serves: {', '.join(f'{n.node_id} is {state(n)}' for n in case.workers[:4])}"
         return Check("a worker that serves", FOUND, said)
-    fix = Fix("start workers with --control at this control plane's address", "trimtab up")
-    return Check("a worker that serves", FOUND, "no worker is connected", (fix,))
+    gone = [n for n in case.telemetry.nodes if n.role == WORKER and state(n) == "draining"]
+    said = f"no worker is connected: {names(gone)} drained" if gone else "no worker is connected"
+    # A pool that nobody has said the size of has none that it could be brought back to: it is what runs.
+    pools = {n.pool: sum(x.pool == n.pool for x in gone) for n in gone}
+    fixes = [
+        Fix(f"have whoever starts workers of pool {p} start {k} (`trimtab up` does)", f"trimtab scale set {p} {k}")
+        for p, k in sorted(pools.items())
+    ]
+    fixes.append(Fix("start workers at this control plane's address", "trimtab-worker --control HOST:PORT"))
+    return Check("a worker that serves", FOUND, said, tuple(fixes))
 
 
 def _hung(case: Case) -> Check:
@@ -82,13 +92,23 @@ def _silent(case: Case) -> Check:
 
 
 def _restarted(case: Case) -> Check:
-    often = [n for n in case.telemetry.nodes if n.restarts >= RESTARTS]
-    said = "; ".join(f"{n.node_id} has been started anew {n.restarts} times" for n in often[:3])
-    return Check("restarts", SUSPECT if often else OK, said or "none to speak of")
+    """Of those that nobody asked for: a process that is told to go drains first."""
+    died = [n for n in case.telemetry.nodes if n.deaths >= DEATHS or (n.deaths and n.died_ago_s < DIED_S)]
+    said = "; ".join(_died(n) for n in died[:3])
+    fixes = tuple(Fix(f"see what {n.node_id} did, and look at its log", f"trimtab why {n.node_id}") for n in died[:3])
+    return Check("processes that ended", SUSPECT if died else OK, said or "none that nobody asked for", fixes)
+
+
+def _died(n: Any) -> str:
+    times = f"{n.deaths} times, last " if n.deaths > 1 else ""
+    return f"a process of {n.node_id} ended without a drain {times}{brief(n.died_ago_s * 1000)} ago"
 
 
 def policy(case: Case) -> Finding:
-    said = f"every worker has {place(case.fleet.desired)}, the newest"
+    newest = place(case.fleet.desired)
+    said = (
+        f"every worker has {newest}, the newest" if case.workers else f"no worker is here to have {newest}, the newest"
+    )
     return all_of("policy", [_refused(case), _behind(case)], said)
 
 
@@ -135,7 +155,10 @@ def store(case: Case) -> Finding:
     if s.connected and s.writable:
         return all_of("store", [Check("the store", OK, s.description)], s.description)
     said = f"the store is {'read only' if s.connected else 'away'}, so changes are refused: {s.description}"
-    fix = Fix("see whether it runs, and takes writes", "trimtab fleet")
+    fix = Fix(
+        "see from a replica's machine whether it answers, with the address that the replica has",
+        "redis-cli -u URL ping",
+    )
     return all_of("store", [Check("the store", FOUND, said, (fix,))], "")
 
 

@@ -61,8 +61,10 @@ def throughput(case: Case) -> Finding:
 def _less(case: Case) -> Check:
     """Output tokens a second of the newest windows against those before; less that was asked for is no fault."""
     name = "output tokens a second"
+    waiting = _waiting(case)
     if not case.workers:
-        return Check(name, OK, "no worker is connected")
+        words = f"{waiting:.0f} requests wait, and no worker is connected" if waiting else "no worker is connected"
+        return Check(name, FOUND if waiting else OK, words)
     if not case.fresh:
         return Check(name, UNKNOWN, "no worker says anything of now")
     # A worker that was lost has done its part of what was before.
@@ -70,11 +72,16 @@ def _less(case: Case) -> Check:
     now = sum(rates(newest(n)).per_s(measures.OUTPUT_TOKENS) for n in workers)
     then = sum(rates(before(n)).per_s(measures.OUTPUT_TOKENS) for n in workers)
     said = f"{now:.0f} tokens/s in the newest {NEW_S:.0f} s, {then:.0f} in the two minutes before"
+    if then < 1 and waiting and now < 1:
+        runs = sum(n.load.running for n in case.fresh)
+        words = f"{waiting:.0f} requests wait, {runs} run, and hardly a token has come in {NEW_S:.0f} s"
+        # What runs may be long prompts that are read.
+        return Check(name, SUSPECT if runs else FOUND, words)
     if then < 1:
-        return Check(name, OK, "hardly anything was asked for")
+        return Check(name, OK, f"{said}: it has just begun" if now >= 1 else "hardly anything was asked for")
     if now > (1 - DROP) * then:
         return Check(name, OK, said)
-    if waiting := _waiting(case):
+    if waiting:
         return Check(name, FOUND, f"{said}, and {waiting:.0f} requests wait")
     busy = [b for n in case.fresh if (b := gauge(n, measures.BUSY)) is not None]
     if not busy:

@@ -101,6 +101,8 @@ class Exchange:
         """For ever."""
         while True:
             await asyncio.sleep(EVERY_S)
+            # Where this replica leads its controllers look anyway.
+            self._telemetry.look(self._fleet, self._clock())
             requests = {name: admin_pb2.ListReportsRequest(after=self._read.get(name, 0)) for name in self._peers.names}
             self._read = {name: at for name, at in self._read.items() if name in requests}
             for name, answer in (await self._peers.ask_each("ListReports", requests)).items():

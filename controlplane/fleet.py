@@ -3,7 +3,8 @@
 A node is (node id, incarnation), not an address. Each stream gets a session number when it joins; a newer session of the same node id
 replaces the older one, whose late messages then change nothing. `now` is in seconds of one monotonic clock and comes with every call;
 there is no I/O here. Other replicas tell who is connected to them; a node that is connected here is here, whatever they say. The view for
-gateways holds connected workers that have reported, wherever they are; its version rises only when its content changes.
+gateways holds connected workers that have reported, wherever they are, and how many gateways there are; its version rises only when its
+content changes.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class ViewWorker:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Versions rise for as long as the mesh lives, if each process starts above the last one's."""
+    """Versions rise for as long as the mesh lives, if each process starts above the last one's. `gateways` counts those that take requests."""
 
     version: int
     workers: tuple[ViewWorker, ...]
+    gateways: int = 0
 
 
 class Fleet:
@@ -200,12 +202,12 @@ class Fleet:
         """Who is connected to another replica, all of them, as it says; none once it is gone."""
         now = {m.node_id: m for m in members}
         concerned = self._elsewhere.get(replica, {}).keys() | now.keys()
-        before = {node_id: _seen(self.member(node_id)) for node_id in concerned}
+        before = {node_id: _shown(self.member(node_id)) for node_id in concerned}
         if now:
             self._elsewhere[replica] = now
         else:
             self._elsewhere.pop(replica, None)
-        if before != {node_id: _seen(self.member(node_id)) for node_id in concerned}:
+        if before != {node_id: _shown(self.member(node_id)) for node_id in concerned}:
             self._version += 1
 
     def local(self) -> list[Member]:
@@ -234,8 +236,10 @@ class Fleet:
     def view(self) -> View:
         if self._view.version != self._version:
             # Built when it is read: a thousand nodes that join at once make one view, not a thousand.
-            seen = (_seen(m) for m in self)
-            self._view = View(self._version, tuple(worker for worker in seen if worker is not None))
+            members = list(self)
+            seen = (_seen(m) for m in members)
+            gateways = sum(_takes_requests(m) for m in members)
+            self._view = View(self._version, tuple(worker for worker in seen if worker is not None), gateways)
         return self._view
 
     def _update(self, session: int, **changes: object) -> None:
@@ -252,10 +256,22 @@ class Fleet:
 
     def _put(self, member: Member) -> None:
         # Of the node, wherever it is: one that is here hides the same one elsewhere.
-        before = _seen(self.member(member.node_id))
+        before = _shown(self.member(member.node_id))
         self._members[member.node_id] = member
-        if before != _seen(self.member(member.node_id)):
+        if before != _shown(self.member(member.node_id)):
             self._version += 1
+
+
+def _shown(m: Member | None) -> tuple[ViewWorker | None, bool]:
+    """What of a member is in the view."""
+    return _seen(m), _takes_requests(m)
+
+
+def _takes_requests(m: Member | None) -> bool:
+    """Whether it is a gateway that lets requests into the mesh. One that drains lets in no more, and one has said so once it is here."""
+    if m is None or not m.connected or m.hello.role is not Role.GATEWAY:
+        return False
+    return m.report is None or m.report.state is not NodeState.DRAINING
 
 
 def _seen(m: Member | None) -> ViewWorker | None:

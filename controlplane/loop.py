@@ -2,7 +2,8 @@
 
 Adjustments go through `Replica.write` under the leader's lease, so a deposed leader changes nothing; commands through the same code as
 `trimtab drain` and `trimtab requests`. A tick that takes long, a store that is away or a controller that fails delays the next tick and
-nothing else. Only the leader's controllers run; each new leader starts them from what lives.
+nothing else. Only the leader's controllers run; each new leader starts them from what lives. One that finds in the middle of a tick that it
+leads no more ends it there: the store refuses a deposed leader's moves, and nobody else would refuse its commands.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import structlog
 from controlplane import spec, tick
 from controlplane.actuators import Actuators
 from controlplane.alerts import Alerts
-from controlplane.controllers import blocks
-from controlplane.controllers.decision import Alert, Command, Controller, Move, Reblock, Severity, Want
+from controlplane.controllers import blocks, scale
+from controlplane.controllers.decision import Command, Controller, Move, Reblock, Want
 from controlplane.fleet import Fleet
 from controlplane.leader import Leader
 from controlplane.metrics import ControlMetrics
 from controlplane.policies import Policies
 from controlplane.pools import pools_of
+from controlplane.refusals import Refusals
 from controlplane.replica import Replica, unix_ms
 from controlplane.rollouts.through import Through, unknown
 from controlplane.seen import Seen
 from controlplane.spec import Key
-from controlplane.store import Lease, Stored
+from controlplane.store import Fenced, Lease, Stored
 from controlplane.telemetry import Telemetry
 from controlplane.tick import Changes, Controllers, Step
 from trimtab.codec import decode_document
@@ -45,8 +47,11 @@ DECISIONS = 500
 """That are kept for `top`; the history has those that changed the policy for longer."""
 MOVE, COMMAND, WANT, PLAN = "move", "command", "want", "plan"
 """Kinds of decisions. Moves that were done are in the policy's history too."""
-REFUSED_S = 30.0
-"""A controller whose move was refused is not written again before."""
+ATTEMPTS = 16
+"""Times in one tick that a controller's moves are written without those that were refused; the next tick goes on."""
+FENCED_S = 60.0
+"""No lease lasts for longer unless it was renewed (controlplane/settings.py)."""
+GONE = "another replica may lead by now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +102,13 @@ class TelemetryLoop:
         self.carry_on: Callable[[Lease, Seen, Policies], Awaitable[None]] | None = None
         """Rollouts, after the controllers have acted; set by whoever drives them."""
         self._through = Through()
+        self._restarted: Mapping[str, tuple[float, ...]] = {}
         self._led: Lease | None = None
         self._policies: tuple[Stored, Policies] | None = None
         self._said: dict[str, tuple[str, ...]] = {}
-        self._refused_at: dict[str, float] = {}
+        self._refusals = Refusals()
+        self._fenced: tuple[Lease, float] | None = None
+        """Under which a write was refused, and when: another was granted, though this one has not run out by this replica's own clock."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._away = False
         """The store was, when it was last needed."""
@@ -118,7 +126,7 @@ class TelemetryLoop:
             begun = self._clock()
             lease = self._leader.leads
             try:
-                if lease is None:
+                if lease is None or not self._still(lease):
                     await self._rest()
                 else:
                     await self._tick(lease)
@@ -148,8 +156,15 @@ class TelemetryLoop:
             self._policies = (stored, Policies(decode_document(stored.snapshot.document)))
         return self._policies[1]
 
+    def _still(self, lease: Lease) -> bool:
+        """Whether this replica leads under it, as far as it knows."""
+        if self._fenced is not None and self._fenced[0] == lease and self._clock() - self._fenced[1] < FENCED_S:
+            return False
+        return self._leader.leads == lease
+
     async def _rest(self) -> None:
         self._metrics.rested()
+        self._actuators.rest()
         if self._led is not None:
             self._led, self.tick_ms, self.steps = None, None, []
             self._said = {}
@@ -163,18 +178,22 @@ class TelemetryLoop:
         live = tick.live_of(policies.document.adjustments, now)
         if self._led is None or self._led.term != lease.term:
             await self._actuators.recall()
+            self._restarted = self._by_own_clock(self._actuators.restarted, now)
             self._controllers.start(live.values())
-            self._through = Through()
+            self._through, self._refusals = Through(), Refusals()
             self._led = lease
         begun = time.perf_counter()
         seen = self._telemetry.seen(self._fleet, tuple(live.values()), self._clock())
         seen.wants = {pool: want.workers for pool, want in self.wants.items()}
         seen.plans = self._actuators.plans.seen(seen.now, now)
         seen.restarting = self.restarting()
+        seen.restarted = self._restarted
         self.steps = self._controllers.step(seen, policies.spec)
         pinned = {p.field for p in policies.document.pins}
         planned = [
-            (s, tick.changes(s.name, self._moves(s, live, seen, policies), live, pinned, now)) for s in self.steps
+            (s, tick.changes(s.name, moves, live, pinned, now, self._refusals.of(s.name, self._clock())))
+            for s in self.steps
+            for moves in (self._moves(s, live, seen, policies),)
         ]
         self.tick_ms = 1000.0 * (time.perf_counter() - begun)
         self._metrics.ticked(self.tick_ms / 1000.0)
@@ -184,21 +203,37 @@ class TelemetryLoop:
                 log.error("a controller failed", controller=step.name, because=step.failed)
             if step.mode is Loop.ADVISE:
                 self._advise(step)
-            elif step.mode is Loop.ON:
-                await self._write(step.name, found, lease)
-                await self._act(step)
             elif not found.empty:
-                await self._write(step.name, found, lease)
+                await self._write(step.name, found, lease, live)
+            if not self._still(lease):
+                return
+            if step.mode is Loop.ON:
+                await self._act(step, lease)
+            elif step.name == scale.name:
+                await self._actuators.forget()
+            if not self._still(lease):
+                return
             await self._plan(step, seen.now)
+        if not self._still(lease):
+            return
         await self._carry_on(lease, seen, policies)
-        own = self._own_alerts() + unknown(policies.spec(None).rollout.through, self._controllers.controllers)
+        own = self._refusals.alerts(self._clock()) + unknown(
+            policies.spec(None).rollout.through, self._controllers.controllers
+        )
         self._alerts.tell([a for s in self.steps for a in s.decision.alerts] + own)
         self._measure(live.values())
         self._metrics.scaled(pools_of(seen, self.wants, policies.spec))
 
+    def _by_own_clock(self, times: Mapping[str, Iterable[int]], now_unix_ms: int) -> dict[str, tuple[float, ...]]:
+        """Unix milliseconds, by node, as this leader's controllers count time; what another's clock puts into the future is now."""
+        now = self._clock()
+        return {k: tuple(now - max(0, now_unix_ms - at) / 1000.0 for at in found) for k, found in times.items()}
+
     def _moves(self, s: Step, live: Mapping[Key, Adjustment], seen: Seen, policies: Policies) -> tuple[Move, ...]:
         """What of a controller's moves is to hold now: some try theirs on canaries first."""
         if s.mode is not Loop.ON:
+            # A trial that nobody goes on with is none: on again, the move is tried anew.
+            self._through.moves(s.name, (), live, seen, policies)
             return ()
         moves = self._through.moves(s.name, s.decision.moves, live, seen, policies)
         for name, text, evidence in self._through.told:
@@ -213,58 +248,73 @@ class TelemetryLoop:
             await self.carry_on(lease, seen, policies)
         except StoreUnavailable as e:
             self._store_away(e)
+        except Fenced as e:
+            self._fenced = (lease, self._clock())
+            log.warning("a rollout was not carried on", because=e.message)
         except Conflict as e:
             # Somebody else has ended it, or leads: what there is then is seen by the next tick.
             log.warning("a rollout was not carried on", because=e.message)
         except Exception:
             log.exception("a rollout was not carried on")
 
-    async def _write(self, name: str, found: Changes, lease: Lease) -> None:
-        if found.empty or self._clock() - self._refused_at.get(name, -REFUSED_S) < REFUSED_S:
-            return
-        failed = ""
-        try:
-            await self._replica.write(
-                spec.adjust(found.put, found.drop),
-                lambda: [m.hello.node for m in self._fleet.connected(Role.WORKER)],
-                author=f"controller/{name}",
-                reason=found.reason,
-                evidence=found.evidence,
-                lease=lease,
-            )
-        except PolicyRefused as e:
-            self._refused_at[name] = self._clock()
-            failed = e.message
-            log.warning("a controller's move was refused", controller=name, because=e.message)
-        except Conflict as e:
-            # Deposed, or others kept writing: the next tick, or the next leader, sees what is there then.
-            failed = e.message
-        except StoreUnavailable as e:
-            # What the others command does not wait for it; the next tick offers the same moves again.
-            self._store_away(e)
-            return
-        else:
-            self._away = False
-        for text in found.texts:
-            self._record(name, text, found.reason, found.evidence, failed=failed)
+    async def _write(self, name: str, found: Changes, lease: Lease, live: Mapping[Key, Adjustment]) -> None:
+        """Without what is refused: a node that can't take its own move, or one move too many, must not have all the others expire."""
+        for _ in range(ATTEMPTS):
+            if found.empty or not self._still(lease):
+                return
+            failed = ""
+            rest = Changes()
+            try:
+                await self._replica.write(
+                    spec.adjust(found.put, found.drop),
+                    lambda: [m.hello.node for m in self._fleet.connected(Role.WORKER)],
+                    author=f"controller/{name}",
+                    reason=found.reason,
+                    evidence=found.evidence,
+                    lease=lease,
+                )
+            except PolicyRefused as e:
+                failed = e.message
+                member = self._fleet.member(e.node)
+                rest = tick.without(found, e, member.hello.node if member is not None else None, live)
+                kept = {spec.key_of(a) for a in rest.put}
+                refused = [key for a in found.put if (key := spec.key_of(a)) not in kept]
+                self._refusals.note(refused, self._clock())
+                log.warning("a controller's move was refused", controller=name, moves=len(refused), because=e.message)
+            except Conflict as e:
+                # Deposed, or others kept writing: the next tick, or the next leader, sees what is there then.
+                failed = e.message
+                if isinstance(e, Fenced):
+                    self._fenced = (lease, self._clock())
+            except StoreUnavailable as e:
+                # What the others command does not wait for it; the next tick offers the same moves again.
+                self._store_away(e)
+                return
+            else:
+                self._away = False
+            left = set(rest.texts)
+            for text in found.texts:
+                if text not in left:
+                    self._record(name, text, found.reason, found.evidence, failed=failed)
+            found = rest
 
-    async def _act(self, step: Step) -> None:
+    async def _act(self, step: Step, lease: Lease) -> None:
         commands = step.decision.commands
         for command in commands:
             if isinstance(command, Reblock):
                 # An engine changes between two steps, which may be long; the other controllers do not wait for that.
-                task = asyncio.create_task(self._do(step.name, command))
+                task = asyncio.create_task(self._do(step.name, command, lease))
                 self._under_way.add(task)
                 task.add_done_callback(self._under_way.discard)
         # Together: one node that does not answer must not keep the others waiting.
-        await asyncio.gather(*(self._do(step.name, c) for c in commands if not isinstance(c, Reblock)))
+        await asyncio.gather(*(self._do(step.name, c, lease) for c in commands if not isinstance(c, Reblock)))
         for want in step.decision.wants:
-            if await self._actuators.want(want):
+            if self._still(lease) and await self._actuators.want(want):
                 self._record(step.name, tick.wanted(want), want.reason, want.evidence, kind=WANT)
 
-    async def _do(self, name: str, command: Command) -> None:
+    async def _do(self, name: str, command: Command, lease: Lease) -> None:
         try:
-            failed = await self._actuators.do(f"controller/{name}", command)
+            failed = await self._actuators.do(f"controller/{name}", command) if self._still(lease) else GONE
         except Exception as e:
             log.exception("a command failed", controller=name, command=tick.described(command))
             failed = f"{type(e).__name__}: {e}"
@@ -318,15 +368,6 @@ class TelemetryLoop:
         log.info(
             "decided", controller=name, what=text, reason=reason, evidence=evidence, advised=advised, failed=failed
         )
-
-    def _own_alerts(self) -> list[Alert]:
-        refused = [name for name, at in self._refused_at.items() if self._clock() - at < REFUSED_S]
-        return [
-            Alert(
-                f"refused/{name}", Severity.WARNING, f"what the {name} controller wants is refused; see `trimtab why`"
-            )
-            for name in refused
-        ]
 
     def _measure(self, live: Iterable[Adjustment]) -> None:
         held: dict[str, int] = {s.name: 0 for s in self.steps}

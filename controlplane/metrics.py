@@ -17,7 +17,7 @@ MAX_POOLS = 200
 
 
 class PoolSize(Protocol):
-    """How many workers a pool wants and has, such as GetScale's `PoolScale`."""
+    """How many workers a pool wants and has, and whether anybody has decided that it wants them."""
 
     @property
     def pool(self) -> str: ...
@@ -25,6 +25,8 @@ class PoolSize(Protocol):
     def wanted(self) -> int: ...
     @property
     def running(self) -> int: ...
+    @property
+    def decided(self) -> bool: ...
 
 
 class ControlMetrics:
@@ -107,6 +109,7 @@ class ControlMetrics:
             "trimtab_control_running_workers", "Workers of it that are connected.", ["pool"], registry=registry
         )
         self._pools: set[str] = set()
+        self._decided: set[str] = set()
         self.store_up = Gauge("trimtab_control_store_up", "1 while the policy store answers.", registry=registry)
 
     def ticked(self, took_s: float) -> None:
@@ -133,12 +136,16 @@ class ControlMetrics:
         self.trips.labels(dimension if dimension in DIMENSIONS else "other").inc()
 
     def scaled(self, pools: Iterable[PoolSize]) -> None:
-        """The pools that there are; what was said of others is taken back. None: this replica does not lead."""
+        """The pools that there are; what was said of others is taken back. None: this replica does not lead. Of a pool for which nobody has
+        decided there is no wanted number: an autoscaler would take it for one."""
         said = {p.pool: p for p in itertools.islice(pools, MAX_POOLS)}
         for gone in self._pools - said.keys():
-            self.desired_workers.remove(gone)
             self.running_workers.remove(gone)
+        decided = {name for name, pool in said.items() if pool.decided}
+        for gone in self._decided - decided:
+            self.desired_workers.remove(gone)
         for name, pool in said.items():
-            self.desired_workers.labels(name).set(pool.wanted)
+            if name in decided:
+                self.desired_workers.labels(name).set(pool.wanted)
             self.running_workers.labels(name).set(pool.running)
-        self._pools = set(said)
+        self._pools, self._decided = set(said), decided

@@ -230,8 +230,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 if reader.done():
                     reader.result()
             finally:
-                await cancel_and_wait(reader)
-                self._leave(stream)
+                try:
+                    await cancel_and_wait(reader)
+                finally:
+                    self._leave(stream)
 
     def _join(self, hello: Hello) -> Stream:
         session, replaced = self._fleet.joined(hello, time.monotonic())
@@ -242,14 +244,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             twice = "" if old.hello.incarnation == hello.incarnation else "; if both run, give each its own --node-id"
             old.end(Conflict(f"another stream of node {hello.node.node_id} replaced this one{twice}"))
         log.info(
-            "node joined",
-            node=hello.node.node_id,
-            incarnation=hello.incarnation,
-            role=hello.role.value,
-            address=hello.address,
-            holds=str(hello.held) if hello.held.epoch else "none",
-            replaced=old.hello.incarnation if old else None,
-        )
+            "node joined", node=hello.node.node_id, incarnation=hello.incarnation, role=hello.role.value, address=hello.address,
+            holds=str(hello.held) if hello.held.epoch else "none", replaced=old.hello.incarnation if old else None,
+        )  # fmt: skip
         self._replica.seen(hello.held, hello.node.node_id)
         self.fleet_changed()
         return stream

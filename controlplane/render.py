@@ -18,6 +18,8 @@ from trimtab.kit.cli import WIDTH
 from trimtab.policy import FIELDS, Field, Policy, Value, parse, text
 
 UNSET = "default"
+UNSET_FOR_SOME = "none of its own"
+"""What a pool, a label, a node or a rollout has where it sets nothing: then what is set for more of the mesh holds, not the default."""
 NOTHING = "-"
 UNKNOWN = "?"
 HISTORY_KINDS = {1: "person", 2: "controller", 3: "reseed", 4: "refused"}
@@ -148,7 +150,9 @@ def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:
 # ---- changes
 
 
-def _worth(field: str, said: str) -> str:
+def _worth(field: str, said: str, scope: str = "") -> str:
+    if said == UNSET and scope:
+        return UNSET_FOR_SOME
     if said == UNSET and field in FIELDS:
         return f"{text(FIELDS[field].default) or NOTHING} ({UNSET})"
     return said or NOTHING
@@ -171,7 +175,7 @@ def changes_text(changes: Iterable[Any]) -> list[str]:
 def _change_text(c: Any) -> str:
     if _about_values(c):
         whom = f"{c.scope}: " if c.scope else ""
-        return f"{whom}{c.field}: {_worth(c.field, c.before)} → {_worth(c.field, c.after)}"
+        return f"{whom}{c.field}: {_worth(c.field, c.before, c.scope)} → {_worth(c.field, c.after, c.scope)}"
     # A pin or a controller's adjustment: words, not values of the field.
     before, after = ("none" if said == UNSET else said for said in (c.before, c.after))
     return f"{c.scope}: {c.field}: {before} → {after}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from controlplane.render_workers import OPEN_ENDED
+from trimtab.codec import decode_limits
 from trimtab.kit.cli import WIDTH, ExitCode, table
 from trimtab.kit.duration import brief
 
@@ -34,7 +35,7 @@ def blocks_text(answer: Any) -> str:
 
 
 def _row(n: Any) -> tuple[str, ...]:
-    limits, capacity = n.limits, capacity_of(n.limits.block_size, n.limits.total_blocks)
+    limits, capacity = n.limits, longest_of(n.limits)
     size = limits.block_size
     live = "" if limits.live_blocks else " (fixed)"
     return (
@@ -58,8 +59,13 @@ def share(value: float) -> str:
     return f"{percent:.2f}%" if percent and abs(percent) < 10.0 else f"{percent:.0f}%"
 
 
+def longest_of(limits: Any) -> int:
+    """Tokens of one request that takes all blocks; 0 where the cache is not known."""
+    return decode_limits(limits).kv.longest(limits.total_blocks) if limits.block_size else 0
+
+
 def capacity_of(block_size: int, total_blocks: int) -> int:
-    """In tokens."""
+    """In tokens, where all layers keep all of them: the block size of no other cache changes while it runs."""
     return block_size * total_blocks
 
 
@@ -79,7 +85,7 @@ def blocks_json(answer: Any) -> dict[str, Any]:
                 "pool": n.pool,
                 "block_size": n.limits.block_size,
                 "total_blocks": n.limits.total_blocks,
-                "capacity_tokens": capacity_of(n.limits.block_size, n.limits.total_blocks),
+                "capacity_tokens": longest_of(n.limits),
                 "resident_tokens": n.resident_tokens,
                 "accepted_block_sizes": list(n.limits.block_sizes),
                 "live": n.limits.live_blocks,

@@ -47,7 +47,9 @@ def finding_text(f: Finding, first_fix: int) -> list[tuple[str, Verdict | None]]
 
 
 def _wrap(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    ) or [""]
 
 
 def summary_text(findings: list[Finding]) -> str:

@@ -14,13 +14,13 @@ def role_of(node: Any) -> str:
     return decode_hello(node.hello).role.value
 
 
-def _state(node: Any) -> str:
+def state_of(node: Any) -> str:
     return decode_state(node.report.state).value
 
 
 def _gone(node: Any) -> str:
     """Of one that is not connected: what had its drain begun has left, what had not was lost."""
-    return "drained" if _state(node) == "draining" else "lost"
+    return "drained" if state_of(node) == "draining" else "lost"
 
 
 def gone_text(node: Any) -> str:
@@ -33,7 +33,7 @@ def fleet_text(answer: Any) -> str:
     notes: list[str] = []
     for node in answer.nodes:
         hello, load = node.hello, node.report.load
-        state = _state(node) if node.connected else gone_text(node)
+        state = state_of(node) if node.connected else gone_text(node)
         work = f"{load.running}/{load.waiting}" if role_of(node) == "worker" else ""
         rows.append((hello.node_id, role_of(node), hello.pool, state, work, place(node.policy.applied), hello.address))
         if node.policy.refused.epoch:
@@ -60,8 +60,13 @@ def fleet_text(answer: Any) -> str:
 
 
 def faults(answer: Any) -> list[str]:
-    """In words, what is wrong with a fleet whose every node should be there and on the newest policy; a node that was drained is not missed."""
-    found = [] if any(n.connected for n in answer.nodes) else ["no node is connected"]
+    """In words, what is wrong with a fleet whose every node should be there and on the newest policy; a node that was drained is not missed, as
+    long as another worker takes requests."""
+    found = []
+    if not any(n.connected for n in answer.nodes):
+        found = ["no node is connected"]
+    elif not any(n.connected and role_of(n) == "worker" and state_of(n) == "serving" for n in answer.nodes):
+        found = ["no worker takes requests"]
     for node in answer.nodes:
         node_id = node.hello.node_id
         if not node.connected:
@@ -105,7 +110,7 @@ def node_json(n: Any) -> dict[str, Any]:
         "limits": {name: getattr(hello.limits, name) for name in limits},
         "told": dict(hello.told),
         "connected": n.connected,
-        "state": _state(n) if n.connected else _gone(n),
+        "state": state_of(n) if n.connected else _gone(n),
         "load": {name: getattr(report.load, name) for name in load},
         "steps": report.steps,
         "counters": dict(report.counters),

@@ -6,8 +6,13 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab import measures
 from trimtab.kit.cli import WIDTH, ExitCode
+from trimtab.messages import Workload
 
+GATEWAY = 2
+"""Role's number."""
+WAITING = {Workload.REALTIME: measures.REALTIME_WAITING, Workload.BATCH: measures.BATCH_WAITING}
 NOT_CONNECTED = "NOT_CONNECTED"
 OPEN_ENDED = ("NO_ANSWER", "LOST")
 """Reasons after which a worker may have done it all the same."""
@@ -62,6 +67,20 @@ def nobody_text(answer: Any) -> str:
     else:
         said = "no connected worker has done it"
     return "\n".join([said, *_undone(answer)])
+
+
+def in_gateways(telemetry: Any, workload: Workload | None) -> int:
+    """How many wait there now, of this workload or of both: nobody acts on them."""
+    names = [name for w, name in WAITING.items() if workload in (None, w)]
+    heard = (n for n in telemetry.nodes if n.role == GATEWAY and n.connected and not n.stale)
+    return int(sum(n.gauges.get(name, 0.0) for n in heard for name in names))
+
+
+def untouched_text(waiting: int, workload: Workload | None) -> str:
+    kind = f"{workload.value.upper()} " if workload is not None else ""
+    who = f"1 {kind}request waits in a gateway" if waiting == 1 else f"{waiting} {kind}requests wait in gateways"
+    said = f"{who}: what is there is not touched, only what workers have"
+    return "\n".join(textwrap.wrap(said, WIDTH))
 
 
 def _undone(answer: Any) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import Any
+
+from trimtab.kit.cli import WIDTH
 
 Rollout = Any
 """admin_pb2.Rollout."""
@@ -11,7 +14,14 @@ Rollout = Any
 
 def line_text(line: Any) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(line.at_unix_ms / 1000))
-    return f"{at}  {line.text}" + (f"  ({line.evidence})" if line.evidence else "")
+    said = f"{at}  {line.text}" + (f"  ({line.evidence})" if line.evidence else "")
+    return _wrapped(said, " " * 10)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """At 80 columns; a name that is longer is never cut."""
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def told_text(rollout: Rollout) -> str:
@@ -25,16 +35,17 @@ def plan_text(rollout: Rollout) -> str:
     workers = list(rollout.pending_node_ids)
     first = f"would start {len(workers)} workers anew" + (f", with {told}" if told else "")
     checks = ["the first worker checks the settings before it goes"] if told else []
-    return "\n".join([first, *(f"  {line.text}" for line in rollout.lines), *checks])
+    said = [_wrapped(f"  {line.text}", "    ") for line in rollout.lines]
+    return "\n".join([_wrapped(first, "  "), *said, *checks])
 
 
 def restart_text(rollout: Rollout) -> str:
     if rollout.live:
         return (
-            f"{rollout.rollout_id} is {rollout.stage}: {rollout.verdict}\n"
+            f"{_wrapped(f'{rollout.rollout_id} is {rollout.stage}: {rollout.verdict}', '  ')}\n"
             f"see it: trimtab rollout show {rollout.rollout_id}; stop it: trimtab rollout abort {rollout.rollout_id}"
         )
-    return f"{rollout.rollout_id} {rollout.stage}: {rollout.verdict}"
+    return _wrapped(f"{rollout.rollout_id} {rollout.stage}: {rollout.verdict}", "  ")
 
 
 def restart_json(rollout: Rollout) -> dict[str, Any]:

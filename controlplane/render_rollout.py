@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from trimtab.codec import decode_scope
-from trimtab.kit.cli import table
+from trimtab.kit.cli import WIDTH, table
 
 
 def rollouts_text(rollouts: Iterable[Any]) -> str:
@@ -23,13 +24,17 @@ def rollout_text(r: Any) -> str:
     why = f' "{r.reason}"' if r.reason else ""
     scope = str(decode_scope(r.scope)) or "the mesh"
     lines = [
-        f"{r.rollout_id}: {r.stage}, of {r.author}{why}",
-        f"  {_what(r)} for {scope}; canaries {', '.join(r.node_ids)}, watched for {r.bake_s} s at {r.weight:g} of new work",
+        _wrapped(f"{r.rollout_id}: {r.stage}, of {r.author}{why}", "", 2),
+        _wrapped(
+            f"{_what(r)} for {scope}; canaries {', '.join(r.node_ids)}, watched for {r.bake_s} s at {r.weight:g} of new work",
+            "  ",
+            4,
+        ),
     ]
     if r.pending_node_ids:
         lines.append(f"  yet without it: {', '.join(r.pending_node_ids)}")
     if r.verdict:
-        lines.append(f"  {r.verdict}")
+        lines.append(_wrapped(r.verdict, "  ", 4))
     if r.measures:
         rows = [
             (m.name, _figure(m, "canary"), _figure(m, "rest"), str(m.canary_n), str(m.rest_n), m.verdict)
@@ -50,8 +55,16 @@ def begun_text(r: Any, *, dry_run: bool) -> str:
 
 
 def line_text(line: Any) -> str:
-    said = f"{_when(line.at_unix_ms)}  {line.text}"
-    return f"{said}\n          {line.evidence}" if line.evidence else said
+    said = _wrapped(f"{_when(line.at_unix_ms)}  {line.text}", "", 10)
+    return f"{said}\n{_wrapped(line.evidence, ' ' * 10, 10)}" if line.evidence else said
+
+
+def _wrapped(text: str, indent: str, more: int) -> str:
+    """At 80 columns; a name that is longer is never cut."""
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=" " * more, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
 
 
 def rollout_json(r: Any) -> dict[str, Any]:

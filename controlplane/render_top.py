@@ -42,8 +42,8 @@ COLUMNS = (
     Column("P99", 6),
     Column("ITL50", 5),
     Column("P99", 5),
-    Column("RT", 4),
-    Column("B", 5),
+    Column("RTWAIT", 6),
+    Column("BWAIT", 5),
     Column("KV%", 4),
     Column("RUN/ACTIVE", 14),
 )
@@ -91,7 +91,8 @@ def _head(view: View, now_unix_ms: int, width: int) -> list[Line]:
 
 
 def _nodes(view: View) -> list[tuple[str, str]]:
-    said = [(f"{_count(len(view.workers), 'worker')}, {_count(len(view.gateways), 'gateway')}", "")]
+    there = len(view.workers) - view.in_state("drained")
+    said = [(f"{_count(there, 'worker')}, {_count(len(view.gateways), 'gateway')}", "")]
     for state, style in (("lost", BAD), ("hung", BAD), ("starting", WARN), ("draining", WARN), ("drained", DIM)):
         if n := view.in_state(state):
             said.append((f"{n} {state}", style))

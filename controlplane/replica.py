@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import structlog
 
 from controlplane import spec
+from controlplane.claims import Claims
 from controlplane.store import Damaged, Lease, Moved, PolicyStore, Receipt, Stored, Write, WriteKind, reseed, stale
 from trimtab.codec import decode_document, seal
 from trimtab.errors import Conflict, PolicyRefused, StoreUnavailable
@@ -29,8 +30,6 @@ log = structlog.get_logger(__name__)
 
 ATTEMPTS = 16
 """Times that a change is built anew because another write came between."""
-HIGHEST_EPOCH = 1 << 62
-"""A node that claims more than this is broken: nothing could be written above it."""
 MEND_BACKOFF_S = (0.1, 2.0)
 
 
@@ -70,6 +69,7 @@ class Replica:
         self.store = store
         self.newest: Watch[Stored | None] = Watch(None)
         self._now_unix_ms = now_unix_ms
+        self._claims = Claims()
         self._floor = Floor(Identity(), "")
         self._term = 0
         self._unheard: Stored | None = None
@@ -89,9 +89,14 @@ class Replica:
                 self._take(stored)
 
     def seen(self, held: Identity, holder: str) -> None:
-        """A node holds this snapshot. The store is mended when it turns out to be behind it."""
-        if held.epoch > HIGHEST_EPOCH:
-            log.error("a node claims an epoch that nobody can have written", node=holder, held=str(held))
+        """A node holds this snapshot, as it says. The store is mended when it turns out to be behind it, where that can be so."""
+        known = self.newest.value.identity.epoch if self.newest.value else 0
+        before = self._claims.doubts(holder)
+        if not self._claims.believed(held.epoch, holder, known):
+            if held.epoch != before:
+                log.error(
+                    "a node claims an epoch that nobody can have written", node=holder, held=str(held), known=known
+                )
             return
         floor = Floor(held, holder)
         if floor.above(self.newest.value) and held >= self._floor.identity:

@@ -59,6 +59,10 @@ class NodeSeen:
     open: Mapping[str, Sequence[Sketch]] = field(default_factory=dict)
     """What the window that is open has so far, a sketch from each report."""
     restarts: int = 0
+    deaths: int = 0
+    """Of those restarts, how many came without a drain before: nobody had asked for them, or nobody saw that."""
+    died_at: float | None = None
+    """When the newest process that ended so was last heard of."""
     out_of_memory_at: float | None = None
     """When an engine of it last ran out of memory."""
     refused: str = ""
@@ -118,6 +122,8 @@ class Seen:
     """Workers of a rolling restart that are away or watched."""
     plans: Mapping[str, PlanSeen] = field(default_factory=dict)
     """By pool; of an earlier leader too."""
+    restarted: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """When earlier leaders' heal controllers had workers started anew, by node, as far as the store tells."""
 
     def workers(self, pool: str | None = None) -> Iterator[NodeSeen]:
         """Connected ones, by node id."""

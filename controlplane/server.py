@@ -124,7 +124,9 @@ class ControlPlane:
             self.replica, self.fleet, self.telemetry, self.leader, controllers, actuators, self._alerts, metrics
         )
         breakers = self.control.breakers
-        self.restarts = Restarts(self.replica, self.fleet, self.telemetry, self.loop, self.leader, self.peers, workers)
+        self.restarts = Restarts(
+            self.replica, self.fleet, self.telemetry, self.loop, self.leader, self.peers, workers, breakers.notice
+        )
         self.loop.restarting = self.restarts.restarting
         self._kept_rollouts = Keeper(store, self.control.noticed)
         self.control.weigh(self._kept_rollouts.weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from trimtab.kit.config import check, setting
+from trimtab.kit.config import check, refuse, setting, well_formed
 from trimtab.kit.tls import TlsSettings, faults
 
 MAX_STORE_WAIT_MS = 1000
@@ -37,8 +37,8 @@ class ControlSettings(TlsSettings):
     def __post_init__(self) -> None:
         optional = tuple(key for key in ("advertise",) if getattr(self, key))
         names = tuple(key for key in ("mesh", "replica_id") if getattr(self, key) or key == "mesh")
-        check(self, "control", addresses=("listen", "metrics", *optional), names=names)
-        wrong = faults("control", self, (self.listen,))
+        wrong = check(self, "control", addresses=("listen", "metrics", *optional), names=names)
+        wrong += faults("control", self, well_formed(self.listen))
         if self.store_replicas < 0:
             wrong.append(f"control store_replicas must be 0 or more, not {self.store_replicas}")
         if not 1 <= self.store_wait_ms <= MAX_STORE_WAIT_MS:
@@ -49,8 +49,9 @@ class ControlSettings(TlsSettings):
             wrong.append(f"control alert_per_min must be 1 to {MAX_ALERTS_PER_MIN}, not {self.alert_per_min}")
         if not 0.5 <= self.lease_s <= 60:
             wrong.append(f"control lease_s must be 0.5 to 60 seconds, not {self.lease_s:g}")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        if not self.forget_s > 0:
+            wrong.append(f"control forget_s must be above 0, not {self.forget_s:g}")
+        refuse(wrong)
 
 
 def _takes_posts(url: str) -> bool:

@@ -20,9 +20,12 @@ from trimtab.snapshot import Adjustment, Document, Node, Overlay, Owner, Pin, Sc
 RESET = "default"
 """Set to this word, a field leaves the spec and is what the guides say again."""
 PINNED, FREE = "pinned", "free"
+ADJUSTED = "adjustment/"
+"""What a change's scope begins with that is a controller's."""
 FACTOR = (0.1, 1.0)
 MAX_OVERLAYS = 1000
 MAX_ADJUSTMENTS = 4096
+TOO_MANY = "TOO_MANY"
 Key = tuple[str, str, Scope]
 
 
@@ -137,7 +140,8 @@ def key_of(a: Adjustment) -> Key:
 def adjust(moves: Iterable[Adjustment], drop: Iterable[Key] = ()) -> Build:
     """Puts `moves` in place of what the same controllers had for the same fields and scopes, and takes `drop` away.
 
-    One on a pinned field is left out: the pin wins. PolicyRefused for a move that the field can't take.
+    One on a pinned field is left out: the pin wins. PolicyRefused for a move that the field can't take, and for one that is new or another and
+    that a node can't; what holds already is renewed unasked, since a node that can't take it would let all the others' expire.
     """
 
     def build(document: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
@@ -191,7 +195,7 @@ def _drafted(document: Document, spec: Spec, nodes: Iterable[Node], now_unix_ms:
     ]
     if len(own) > MAX_OVERLAYS:
         raise PolicyRefused(
-            f"at most {MAX_OVERLAYS} pools, labels and nodes can have fields of their own", reason="TOO_MANY"
+            f"at most {MAX_OVERLAYS} pools, labels and nodes can have fields of their own", reason=TOO_MANY
         )
     for overlay in own:
         if overlay.scope.kind is ScopeKind.ROLLOUT:
@@ -219,11 +223,12 @@ def finished(before: Document, after: Document, nodes: Iterable[Node], now_unix_
         return Draft(before, ())
     live = tuple(sorted((a for a in after.adjustments if a.expires_unix_ms > now_unix_ms), key=_place))
     if len(live) > MAX_ADJUSTMENTS:
-        raise PolicyRefused(f"at most {MAX_ADJUSTMENTS} adjustments can live at a time", reason="TOO_MANY")
+        raise PolicyRefused(f"at most {MAX_ADJUSTMENTS} adjustments can live at a time", reason=TOO_MANY)
     after = dataclasses.replace(after, adjustments=live, written_unix_ms=now_unix_ms)
     after = dataclasses.replace(after, needs_schema=after.own_schema())
-    changed = {c.field for c in changes}
-    touched = _touched(before, after)
+    # What a node can't do for what people have set is no fault of a controller's move.
+    changed = {c.field for c in changes if not c.scope.startswith(ADJUSTED)}
+    touched = _touched(before, after, now_unix_ms)
     # A controller may touch a thousand nodes one by one: each node is looked up, not compared with all of them.
     named = {name for s in touched if s.kind in (ScopeKind.NODE, ScopeKind.ROLLOUT) for name in s.names}
     wide = [s for s in touched if s.kind not in (ScopeKind.NODE, ScopeKind.ROLLOUT)]
@@ -234,13 +239,17 @@ def finished(before: Document, after: Document, nodes: Iterable[Node], now_unix_
     return Draft(after, changes)
 
 
-def _touched(before: Document, after: Document) -> list[Scope]:
-    """Whom a change concerns; the mesh alone where it concerns everyone."""
+def _touched(before: Document, after: Document, now_unix_ms: int) -> list[Scope]:
+    """Whom a change concerns; the mesh alone where it concerns everyone. An adjustment that only lives longer concerns nobody, and neither does
+    one that is taken back: it would have expired unasked."""
     if before.base != after.base or before.pins != after.pins:
         return [Scope()]
     overlays = {(o.owner, o.scope, tuple(o.policy.items())) for o in before.overlays}
     overlays ^= {(o.owner, o.scope, tuple(o.policy.items())) for o in after.overlays}
-    scopes = {scope for _, scope, _ in overlays} | {a.scope for a in set(before.adjustments) ^ set(after.adjustments)}
+    had = {(key_of(a), str(a)) for a in before.adjustments if a.expires_unix_ms > now_unix_ms}
+    scopes = {scope for _, scope, _ in overlays} | {
+        a.scope for a in after.adjustments if (key_of(a), str(a)) not in had
+    }
     return [Scope()] if Scope() in scopes else list(scopes)
 
 
@@ -304,7 +313,7 @@ def differences(before: Document, after: Document) -> tuple[Change, ...]:
     for who in dict.fromkeys((*moved, *moves)):
         old, new = moved.get(who), moves.get(who)
         if old is None or new is None or (str(old), old.expires_unix_ms) != (str(new), new.expires_unix_ms):
-            words = f"adjustment/{who[0]}" + (f" {who[2]}" if who[2].kind else "")
+            words = ADJUSTED + who[0] + (f" {who[2]}" if who[2].kind else "")
             found.append(Change(who[1], str(old) if old else None, str(new) if new else None, words))
     return tuple(found)
 

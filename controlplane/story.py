@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.render import history_json, identity_json
+from trimtab.kit.cli import WIDTH
+from trimtab.kit.duration import brief
 
 Place = tuple[int, int]
 """(epoch, revision)"""
+CLOCKS_MS = 1000
+"""Moments of different machines, and ages that are told in seconds, are no better than this."""
 LATE_MS = 60_000
 """An answer that comes so long after the write is of a node that joined since: it says nothing of how fast the change was."""
 
@@ -25,14 +30,22 @@ class Chapter:
 
     entry: Any
     answers: tuple[Any, ...] = field(default=())
+    joined: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """When processes that are connected now joined, by node id and incarnation, in Unix milliseconds."""
+
+    def later(self, answer: Any) -> bool:
+        """Whether the answer is of a process that was not there when this was written: it took it as it joined."""
+        written = self.entry.written_unix_ms
+        joined = self.joined.get((answer.node_id, answer.incarnation), 0.0)
+        return bool(joined > written + CLOCKS_MS or answer.at_unix_ms - written >= LATE_MS)
 
     @property
     def took_ms(self) -> float | None:
         """From the write to the last answer of those nodes that were there, by the control planes' clocks; None without an answer."""
         if self.entry.refused_because:
             return None
-        took = (a.at_unix_ms - self.entry.written_unix_ms for a in self.answers)
-        return max((float(ms) for ms in took if ms < LATE_MS), default=None)
+        took = (a.at_unix_ms - self.entry.written_unix_ms for a in self.answers if not self.later(a))
+        return max((float(ms) for ms in took), default=None)
 
 
 def place(identity: Any) -> Place:
@@ -52,11 +65,22 @@ def merged(people: Iterable[Any], all_writes: Iterable[Any]) -> list[Any]:
     return sorted(entries, key=lambda e: (place(e.identity), bool(e.refused_because), e.written_unix_ms), reverse=True)
 
 
-def chapters(entries: Sequence[Any], answers: Iterable[Any]) -> list[Chapter]:
+def joined(fleet: Any, now_unix_ms: float) -> dict[tuple[str, str], float]:
+    """Of GetFleet's answer, as a Chapter wants it."""
+    nodes = (n for n in fleet.nodes if n.connected)
+    return {(n.hello.node_id, n.hello.incarnation): now_unix_ms - 1000 * n.seconds_connected for n in nodes}
+
+
+def chapters(
+    entries: Sequence[Any], answers: Iterable[Any], joined: Mapping[tuple[str, str], float] | None = None
+) -> list[Chapter]:
     by_place: dict[Place, list[Any]] = {}
     for a in answers:
         by_place.setdefault(place(a.identity), []).append(a)
-    return [Chapter(e, () if e.refused_because else _sorted(by_place.get(place(e.identity), ()))) for e in entries]
+    return [
+        Chapter(e, () if e.refused_because else _sorted(by_place.get(place(e.identity), ())), joined or {})
+        for e in entries
+    ]
 
 
 def _sorted(answers: Iterable[Any]) -> tuple[Any, ...]:
@@ -100,8 +124,31 @@ def decision_text(d: Any) -> list[str]:
     """`why`'s lines for one."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(d.at_unix_ms / 1000))
     said = "would: " if d.advised else ""
-    lines = [f'{when}  controller/{d.controller}  {said}{d.text} "{d.reason}"']
-    return lines + [f"          {words}" for words in (d.evidence, d.failed and f"not done: {d.failed}") if words]
+    lines = _wrapped(f'{when}  controller/{d.controller}  {said}{d.text} "{d.reason}"', "")
+    for words in (d.evidence, d.failed and f"not done: {d.failed}"):
+        lines += _wrapped(words, " " * 10) if words else []
+    return lines
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """At 80 columns; a name that is longer is never cut."""
+    more = indent or " " * 10
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def died_text(n: Any) -> list[str]:
+    """What NodeTelemetry knows of a node's processes that ended without a drain before: nothing where none did."""
+    if not n.deaths:
+        return []
+    nth = "its process before this one" if n.deaths == 1 else f"{n.deaths} of its processes"
+    last = "" if n.deaths == 1 else ", the last"
+    return [f"{nth} ended without a drain{last}: last heard of {brief(n.died_ago_s * 1000)} ago; see its log"]
+
+
+def died_json(n: Any) -> dict[str, Any]:
+    return {"deaths": n.deaths, "died_ago_s": round(n.died_ago_s, 1) if n.deaths else None}
 
 
 def answer_json(a: Any) -> dict[str, Any]:

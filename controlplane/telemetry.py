@@ -133,6 +133,21 @@ class Telemetry:
 
     def seen(self, members: Iterable[Member], adjustments: tuple[Adjustment, ...], now: float) -> Seen:
         """The mesh now: of nodes that are known to the fleet, whether they are connected; of the others, what they said last."""
+        here = self.look(members, now)
+        for node_id, node in list(self._nodes.items()):
+            if node_id not in here:
+                node.seen.connected = False
+                if now - max(node.heard_at, node.seen.joined_at) > FORGET_S:
+                    del self._nodes[node_id]
+        for node in self._nodes.values():
+            node.seen.open = node.pending
+        nodes = {node_id: self._nodes[node_id].seen for node_id in sorted(self._nodes)}
+        lengths = {model: history.lengths(now) for model, history in self._models.items()}
+        return Seen(now, self._started_at, nodes, lengths, adjustments)
+
+    def look(self, members: Iterable[Member], now: float) -> set[str]:
+        """Takes what the fleet knows of nodes beside their reports, and says of whom. To be done each second, also where nobody asks: a process
+        that drains at once is soon another one."""
         here: set[str] = set()
         for m in members:
             node = self._nodes.get(m.node_id)
@@ -150,16 +165,7 @@ class Telemetry:
                 # Elsewhere a state is told at once, a report each second.
                 node.seen.state = m.report.state
             node.seen.refused = f"{m.refusal.reason}: {m.refusal.message}" if m.refusal is not None else ""
-        for node_id, node in list(self._nodes.items()):
-            if node_id not in here:
-                node.seen.connected = False
-                if now - max(node.heard_at, node.seen.joined_at) > FORGET_S:
-                    del self._nodes[node_id]
-        for node in self._nodes.values():
-            node.seen.open = node.pending
-        nodes = {node_id: self._nodes[node_id].seen for node_id in sorted(self._nodes)}
-        lengths = {model: history.lengths(now) for model, history in self._models.items()}
-        return Seen(now, self._started_at, nodes, lengths, adjustments)
+        return here
 
     def _node(self, hello: Hello, now: float) -> _Folding:
         node = self._nodes.get(hello.node.node_id)
@@ -182,9 +188,12 @@ class Telemetry:
             self._close(node, node.heard_at)
         old = node.seen
         node.gone.append(old.incarnation)
+        # Whoever is told to go, or gets a SIGTERM, drains first and says so.
+        died = old.state is not NodeState.DRAINING
         node.seen = NodeSeen(
             hello.node, hello.incarnation, hello.role, hello.model, NodeState.STARTING, connected=True, joined_at=now,
             totals=old.totals, restarts=old.restarts + 1, out_of_memory_at=old.out_of_memory_at,
+            deaths=old.deaths + died, died_at=(node.heard_at or old.joined_at) if died else old.died_at,
         )  # fmt: skip
         node.sequence, node.last, node.heard_at = 0, {}, 0.0
 

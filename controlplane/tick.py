@@ -6,7 +6,7 @@ write was lost is made again, and one that nobody makes any more is taken back. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from controlplane.controllers.decision import (
     Want,
 )
 from controlplane.seen import Seen
-from controlplane.spec import FACTOR, Key, key_of
+from controlplane.spec import FACTOR, TOO_MANY, Key, key_of
+from trimtab.errors import PolicyRefused
 from trimtab.policy import Loop, flatten
-from trimtab.snapshot import Adjustment, Scope
+from trimtab.snapshot import Adjustment, Node, Scope, ScopeKind
 
 MAX_WORDS = 500
 """Characters of a reason or of evidence."""
@@ -100,12 +101,18 @@ class Controllers:
 
 
 def changes(
-    name: str, moves: Iterable[Move], live: Mapping[Key, Adjustment], pinned: set[str], now_unix_ms: int
+    name: str,
+    moves: Iterable[Move],
+    live: Mapping[Key, Adjustment],
+    pinned: set[str],
+    now_unix_ms: int,
+    refused: Collection[Key] = (),
 ) -> Changes:
     """What makes the live adjustments of this controller those that it wants. None is written anew before half its time is over, but all
-    are once one has to be."""
-    wanted = {(name, m.field, m.scope): m for m in moves if m.field not in pinned}
-    drop = tuple(key for key in live if key[0] == name and key not in wanted)
+    are once one has to be. What was `refused` is left alone: what holds in its place lives as long as it does."""
+    asked = {(name, m.field, m.scope): m for m in moves if m.field not in pinned}
+    drop = tuple(key for key in live if key[0] == name and key not in asked)
+    wanted = {key: m for key, m in asked.items() if key not in refused}
     new = {key: m for key, m in wanted.items() if not (key in live and _same(live[key], m))}
     due = any(live[k].expires_unix_ms - now_unix_ms < 500 * m.ttl_s for k, m in wanted.items() if k not in new)
     if not (new or drop or due):
@@ -126,7 +133,29 @@ def changes(
     return Changes(put, drop, tuple(texts), reason[:MAX_WORDS], (first.evidence if first else "")[:MAX_WORDS])
 
 
-def moved(m: Move) -> str:
+def without(found: Changes, refused: PolicyRefused, node: Node | None, live: Collection[Key]) -> Changes:
+    """What of it can be written all the same: all but what is at that node alone, or what else concerns it; where there are too many, all but
+    what does not live yet. Nothing where none of it is to blame.
+    """
+    if refused.cause == TOO_MANY:
+        blamed = [a for a in found.put if key_of(a) not in live]
+    else:
+        blamed = [a for a in found.put if a.scope.kind is ScopeKind.NODE and refused.node in a.scope.names]
+        blamed = blamed or [a for a in found.put if node is not None and a.scope.covers(node)]
+    if not blamed:
+        return Changes()
+    keys, said = {key_of(a) for a in blamed}, {moved(a) for a in blamed}
+    put = tuple(a for a in found.put if key_of(a) not in keys)
+    texts = tuple(text for text in found.texts if text not in said)
+    left = set(texts)
+    new = [a for a in put if moved(a) in left]
+    reason, evidence = (new[0].reason, new[0].evidence) if new else (found.reason, found.evidence)
+    if len(new) > 1:
+        reason = f"{reason} (and {len(new) - 1} more)"[:MAX_WORDS]
+    return Changes(put, found.drop, texts, reason, evidence)
+
+
+def moved(m: Move | Adjustment) -> str:
     """In words, for the record of decisions."""
     return f"{m.field}{_at(m.scope)} {_said(m)}"
 
@@ -153,7 +182,7 @@ def _line(words: str) -> str:
     return " ".join(words.split())[:MAX_WORDS]
 
 
-def _said(m: Move) -> str:
+def _said(m: Move | Adjustment) -> str:
     if m.state is not None:
         return f"→ {m.state}"
     return f"×{_factor(m.factor):g}" if m.factor is not None else f"{m.delta:+d}"

@@ -40,6 +40,7 @@ class GatewayView:
 def encode_view(view: View, notices: Notices, weight: Weight = lambda node_id: 1.0) -> control_pb2.FleetView:
     return control_pb2.FleetView(
         version=view.version,
+        gateways=view.gateways,
         workers=[
             control_pb2.FleetWorker(
                 node_id=w.node.node_id,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trimtab.errors import TrimtabError
-from trimtab.kit.cli import KEY, ExitCode, echo_json, fail, gateway_option, json_option, own_key, run, table
+from trimtab.kit.cli import KEY, ExitCode, astray, echo_json, fail, gateway_option, json_option, own_key, run, table
 from trimtab.kit.process import state_dir
 from trimtab.kit.run_file import DEFAULT_MESH, gateway_address, running
 from trimtab.kit.tls import CertificateError
@@ -151,7 +151,7 @@ def trace(trace_id: str | None, mesh: str | None, as_json: bool) -> None:
             echo_json({"error": {"reason": "TRACE_NOT_FOUND", "message": what, "newest": list(found) or newest}})
         shown = "\n".join(f"  {known}" for known in list(found)[:NEWEST] or newest) or "  (none yet)"
         click.echo(f"{what}; {'they are' if found else 'the newest are'}:\n{shown}", err=True)
-        sys.exit(ExitCode.GOAL_FAILED)
+        sys.exit(ExitCode.USAGE)
     ((full_id, spans),) = found.items()
     if as_json:
         echo_json({"trace_id": full_id, "spans": [traces.as_json(depth, span) for depth, span in traces.tree(spans)]})
@@ -189,7 +189,8 @@ def _answer(template: Request, prompt: Any, gateway: str | None, timeout_s: floa
     try:
         with _certificates_read():
             run(_ask(template, prompt, gateway_address(gateway), answer, timeout_s, as_json))
-    except TrimtabError as e:
+    except TrimtabError as failure:
+        e = astray(failure, gateway_address(gateway), "gateway")
         if answer.text and not as_json:
             click.echo()
         if e.reason == "UNREACHABLE" and not as_json:

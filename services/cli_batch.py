@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from trimtab.errors import TrimtabError
-from trimtab.kit.cli import KEY, ExitCode, echo_json, fail, gateway_option, json_option, own_key, run
+from trimtab.kit.cli import KEY, ExitCode, astray, echo_json, fail, gateway_option, json_option, own_key, run
 from trimtab.kit.run_file import gateway_address
 
 if TYPE_CHECKING:
@@ -61,8 +64,8 @@ def run_batch(
     """Send each line of IN.jsonl to a gateway, and write each answer to OUT.jsonl as it comes.
 
     Both files are in OpenAI's batch format; - reads standard input. Every line of IN is checked before any is sent. What OUT has already
-    is not sent again, so a run that was stopped, or whose time was over, goes on when it is started again. Exit code 5: some lines failed,
-    or no time was left for them.
+    is not sent again, so a run that was stopped (by Ctrl-C or SIGTERM), or whose time was over, goes on when it is started again. While no
+    gateway answers it is tried again and again, and said. Exit code 5: some lines failed, or no time was left for them.
     """
     from services.batch.lines import BadLine
     from services.batch.results import NotOurs, Results
@@ -79,7 +82,11 @@ def run_batch(
                 _tell_bad(lines.bad, as_json)
             with Results(out) as results:
                 tally = run(_run(lines, results, gateway, in_flight, began + deadline_s))
-    except TrimtabError as e:
+    except asyncio.CancelledError:
+        # By SIGTERM, as a shell expects.
+        sys.exit(128 + signal.SIGTERM)
+    except TrimtabError as failure:
+        e = astray(failure, gateway_address(gateway), "gateway")
         if e.reason == "UNREACHABLE" and not as_json:
             click.echo("is the mesh running? `trimtab up` starts one here; --gateway names another", err=True)
         fail(e, as_json)
@@ -95,7 +102,7 @@ def run_batch(
 
 
 async def _run(source: Source, results: Results, gateway: str | None, in_flight: int, until: float) -> Tally:
-    from services.batch.progress import progress
+    from services.batch.progress import progress, watch
     from services.batch.runner import Runner, Tally
     from trimtab.client import Client
 
@@ -106,15 +113,24 @@ async def _run(source: Source, results: Results, gateway: str | None, in_flight:
         client = Client(gateway_address(gateway), key=own_key())
     except ValueError as e:
         raise click.UsageError(f"{KEY}: {e}") from e
+    main = asyncio.current_task()
+    assert main is not None
+    with contextlib.suppress(RuntimeError, ValueError):
+        # In a thread that is not the main one nobody sends signals.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     async with client:
         if tally.total:
             await client.models()
         try:
             with progress(tally) as display:
                 runner = Runner(client, results, tally, until=until, on_line=display.line)
-                for each in bad:
-                    await runner.refuse(each)
-                await runner.run(source.tasks(results.done), min(in_flight, tally.total))
+                watching = asyncio.create_task(watch(lambda: runner.held_up, display.say))
+                try:
+                    for each in bad:
+                        await runner.refuse(each)
+                    await runner.run(source.tasks(results.done), min(in_flight, tally.total))
+                finally:
+                    watching.cancel()
         except BaseException:
             click.echo(f"stopped after {results.safe} of {tally.total} lines; start it again to go on", err=True)
             raise
@@ -152,4 +168,5 @@ def _tell(tally: Tally, seconds: float, as_json: bool) -> None:
     parts = [f"{tally.done} done", f"{tally.failed} failed"]
     parts += [f"{tally.skipped} skipped: an earlier run did them"] if tally.skipped else []
     parts += [f"{tally.left} left: no time; start it again to go on"] if tally.left else []
-    click.echo(f"{', '.join(parts)}; {tally.completion_tokens} tokens in {seconds:.1f} s", err=True)
+    tokens = f"{tally.prompt_tokens} prompt and {tally.completion_tokens} completion tokens"
+    click.echo(f"{', '.join(parts)}; {tokens} in {seconds:.1f} s", err=True)

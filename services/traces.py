@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from trimtab.kit.cli import WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,12 @@ class Span:
 DULL = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.id", "trimtab.request_id"}
 """Attributes that the tree leaves out: the same on every line, or of no use to a reader. JSON has them all."""
 
+ROW = WIDTH - 2
+"""`trimtab why` sets the tree two columns in."""
+FACTS_INDENT = 12
+LATE_NS = 60 * 10**9
+"""A policy is pushed to whoever joins, under the trace of its write: what begins so long after that has ended is none of its time."""
+
 _NAMESPACE = re.compile(r"^(gen_ai\.(usage\.|response\.)?|trimtab\.)")
 
 
@@ -49,6 +58,7 @@ class Summary:
     name: str
     start_ns: int
     duration_ms: float
+    """Without what began long after the first of it was over (`LATE_NS`)."""
     spans: int
     failed: bool
 
@@ -104,7 +114,8 @@ def newest(directory: Path, limit: int) -> list[Summary]:
 
 def summarise(spans: list[Span]) -> Summary:
     root = roots(spans)[0]
-    start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
+    start = min(s.start_ns for s in spans)
+    end = max(s.end_ns for s in spans if s.start_ns <= root.end_ns + LATE_NS)
     failed = any(s.status == "ERROR" for s in spans)
     return Summary(root.trace_id, root.name, start, (end - start) / 1e6, len(spans), failed)
 
@@ -147,10 +158,15 @@ def render(spans: list[Span]) -> list[str]:
         for depth, span in tree(spans)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return [
-        f"{name:<{widths[0]}}  {offset:>{widths[1]}}  {took:>{widths[2]}}  {service:<{widths[3]}}  {facts}".rstrip()
-        for name, offset, took, service, facts in rows
-    ]
+    lines: list[str] = []
+    for name, offset, took, service, facts in rows:
+        row = (
+            f"{name:<{widths[0]}}  {offset:>{widths[1]}}  {took:>{widths[2]}}  {service:<{widths[3]}}  {facts}".rstrip()
+        )
+        lines += textwrap.wrap(
+            row, ROW, subsequent_indent=" " * FACTS_INDENT, break_long_words=False, break_on_hyphens=False
+        )
+    return lines
 
 
 def _facts(span: Span) -> str:

@@ -5,6 +5,7 @@ that imports inside functions count too and a new module falls under the law wit
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -51,12 +52,17 @@ HEAVY_HOMES = ("services.worker.engines.vllm", "controlplane.learn")
 """Modules that are themselves imported late, and so may import heavy things at their top."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules() -> tuple[tuple[str, frozenset[str], frozenset[str]], ...]:
+    """Each with what it imports anywhere, and what it imports when it is imported itself."""
+    found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             if not name.startswith("trimtab.v1"):
-                yield name, ast.parse(path.read_text(), str(path))
+                tree = ast.parse(path.read_text(), str(path))
+                found.append((name, frozenset(imported(ast.walk(tree))), frozenset(imported(at_import(tree)))))
+    return tuple(found)
 
 
 def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
@@ -95,8 +101,8 @@ def below(name: str, package: str) -> bool:
 def hold(at_home: Callable[[str], bool], wrong: Callable[[str], bool], *, when_imported: bool = False) -> None:
     """Fail with a line `module: what it imports` for every module that breaks the law without being at home there."""
     broken = []
-    for name, tree in modules():
-        found = set(imported(at_import(tree) if when_imported else ast.walk(tree)))
+    for name, anywhere, at_once in modules():
+        found = at_once if when_imported else anywhere
         if not at_home(name) and (bad := sorted(i for i in found if wrong(i))):
             broken.append(f"{name}: {', '.join(bad)}")
     assert not broken, "\n" + "\n".join(broken)

@@ -52,6 +52,14 @@ class Reblock:
     dry_run: bool = False
 
 
+def recompute_s(tokens: int, requests: int, tokens_per_s: float, ms_per_1000_context: float = 0.0) -> float:
+    """Seconds that an engine takes to compute these requests anew, of so many tokens in all: at its rate, and for each token so much more for
+    every 1,000 tokens before it. Requests are taken to be equally long: of unequal ones the longest cost more than that.
+    """
+    context = tokens * tokens / (2.0 * requests) if requests else 0.0
+    return tokens / tokens_per_s + context / 1000.0 * ms_per_1000_context / 1000.0
+
+
 def waste(lengths: Iterable[int], block_size: int) -> float:
     """Of the slots in blocks of that size that hold requests of these lengths in tokens, the share that holds nothing; 0 for none.
 

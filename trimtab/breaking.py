@@ -60,7 +60,8 @@ class Forced:
 class Breaker:
     """State. `counts` are (part of time, successes, engine faults), oldest first; `ttfts_ms` are (when, milliseconds).
 
-    `quota` is how many probes may be out or have succeeded while half open, and how many successes close it; `openings` counts in a row.
+    `until_ms` is when an open one may be tried, and while half open when probes that are out are waited for no longer. `quota` is how many
+    probes may be out or have succeeded while half open, and how many successes close it; `openings` counts in a row.
     """
 
     phase: Phase = Phase.CLOSED
@@ -97,7 +98,8 @@ def gate(breaker: Breaker, now_ms: float) -> Gate:
         case Phase.OPEN:
             return Gate.PROBE
         case Phase.HALF_OPEN:
-            return Gate.PROBE if breaker.out + breaker.healed < breaker.quota else Gate.SHUT
+            overdue = breaker.out and now_ms >= breaker.until_ms
+            return Gate.PROBE if overdue or breaker.out + breaker.healed < breaker.quota else Gate.SHUT
 
 
 def doubtful(breaker: Breaker, now_ms: float) -> bool:
@@ -111,14 +113,19 @@ def retry_after_ms(breaker: Breaker, now_ms: float) -> float:
     """Until it may let something through."""
     if breaker.forced is not None and now_ms < breaker.forced.until_ms:
         return 0.0 if breaker.forced.closed else breaker.forced.until_ms - now_ms
-    return max(0.0, breaker.until_ms - now_ms) if breaker.phase is Phase.OPEN else 0.0
+    return max(0.0, breaker.until_ms - now_ms) if gate(breaker, now_ms) is Gate.SHUT else 0.0
 
 
-def probing(breaker: Breaker, rules: BreakerPart) -> Breaker:
-    """A request goes through as a probe; the first one after its time makes an open breaker half open."""
+def probing(breaker: Breaker, rules: BreakerPart, now_ms: float) -> Breaker:
+    """A request goes through as a probe; the first one after its time makes an open breaker half open.
+
+    Probes that have shown nothing for `max_open_ms`, such as prompts that take minutes, are waited for no longer: another may go.
+    """
     if breaker.phase is Phase.OPEN:
         breaker = replace(breaker, phase=Phase.HALF_OPEN, quota=rules.probes, out=0, healed=0)
-    return replace(breaker, out=breaker.out + 1)
+    elif breaker.out + breaker.healed >= breaker.quota:
+        breaker = replace(breaker, out=0)
+    return replace(breaker, out=breaker.out + 1, until_ms=now_ms + rules.max_open_ms)
 
 
 def observe(

@@ -21,7 +21,7 @@ import grpc.aio
 
 from trimtab import client_stream, codec
 from trimtab.client_stream import Received
-from trimtab.errors import Draining, TrimtabError
+from trimtab.errors import DeadlineExceeded, Draining, TrimtabError
 from trimtab.kit import rpc
 from trimtab.kit.renewing import Renewing
 from trimtab.kit.tls import Tls, is_loopback
@@ -67,6 +67,9 @@ class _Places:
         self.all = places
         self.met = False
         """Somebody has answered. Until then that nobody does is no outage, but an address that is wrong or a mesh that does not run."""
+        self.heard_at = 0.0
+        self.away = ""
+        """Why the last try of all of them reached nobody; empty once somebody has answered since."""
         self._turn = random.randrange(len(places))
 
     def choose(self, tried: set[_Place]) -> _Place:
@@ -79,6 +82,7 @@ class _Places:
     def heard(self, place: _Place) -> None:
         """It answers."""
         self.met = True
+        self.away, self.heard_at = "", time.monotonic()
         place.shunned_until = 0.0
 
     def shun(self, place: _Place) -> None:
@@ -119,6 +123,11 @@ class Client:
         self._metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),) if key else ()
         self._places = _Places([_Place(each, kind, tls) for each in addresses])
 
+    @property
+    def away(self) -> str:
+        """Why nobody answers at any address now, as the last try found it; empty while somebody does. Requests that may go on are trying."""
+        return self._places.away
+
     async def generate(
         self, request: Request, *, timeout_s: float | None = None, traceparent: str = "", attempts: int | None = None
     ) -> AsyncGenerator[Event, None]:
@@ -134,6 +143,7 @@ class Client:
         metadata = (*self._metadata, ("traceparent", traceparent)) if traceparent else self._metadata
         received = Received(request.resume)
         path = _Path(self._places, received, until, self._attempts if attempts is None else attempts)
+        path.timeout_s = timeout_s
         while True:
             place = path.next_place()
             call = self._call(place, received.request(request, path.attempt), path.left_s, metadata)
@@ -230,6 +240,8 @@ class _Path:
 
     def __init__(self, places: _Places, received: Received, until: float | None, attempts: int) -> None:
         self.attempt = 0
+        self.timeout_s: float | None = None
+        """What the caller gave, to say it by."""
         self._places = places
         self._received = received
         self._until = until
@@ -240,6 +252,7 @@ class _Path:
         self._tried: set[_Place] = set()
         """Since the last token, or the last pause."""
         self._rounds = 0
+        self._called_at = 0.0
         self._lost_by: TrimtabError | None = None
 
     @property
@@ -254,6 +267,7 @@ class _Path:
     def next_place(self) -> _Place:
         self.attempt += 1
         self._heard = False
+        self._called_at = time.monotonic()
         return self._places.choose(self._tried)
 
     def heard(self, place: _Place) -> None:
@@ -268,6 +282,10 @@ class _Path:
 
     async def after(self, error: TrimtabError, place: _Place) -> None:
         """The call to `place` ended so: returns when the next one is due, else raises what the caller is to hear."""
+        if isinstance(error, DeadlineExceeded) and self.timeout_s is not None:
+            raise DeadlineExceeded(
+                f"the deadline of {self.timeout_s:g} s passed, after {self._received.tokens} tokens"
+            ) from error
         lost = client_stream.is_lost(error)
         if error.reason != Unreachable.reason:
             self._places.met = True
@@ -277,6 +295,9 @@ class _Path:
             self._lost_by = error
         self._tried.add(place)
         everywhere = len(self._tried) == len(self._places.all)
+        # What began before somebody else was heard says nothing of now.
+        if lost and everywhere and self._places.heard_at < self._called_at:
+            self._places.away = error.message
         again = client_stream.may_go_on(error, self._received, attempt=self.attempt, attempts=self._attempts)
         if again and not everywhere:
             return

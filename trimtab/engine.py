@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trimtab.kv_shape import KvShape
 from trimtab.messages import Load, Workload
 from trimtab.scheduling import Item, Memory, Plan, Planner, Rules, Shape
 
@@ -66,7 +67,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class EngineValue:
-    """State of an engine. `total_blocks` × `block_size` tokens of KV."""
+    """State of an engine. `total_blocks` × `block_size` tokens of KV; `kv` where its layers don't all keep all tokens."""
 
     costs: Costs
     block_size: int
@@ -75,12 +76,15 @@ class EngineValue:
     running: list[Sequence] = field(default_factory=list)
     steps: int = 0
     free_blocks: int = 0
+    kv: KvShape | None = None
     planner: Planner = field(init=False)
     kv_tokens: int = field(init=False)
     """Its memory, whatever it is cut into."""
+    _kv: KvShape = field(init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._kv = self.kv or KvShape.of(self.block_size)
         self.planner = Planner(self.rules)
         self.free_blocks = self.total_blocks
         self.kv_tokens = self.total_blocks * self.block_size
@@ -131,7 +135,8 @@ class EngineValue:
 
     def reblock(self, block_size: int) -> tuple[str, ...]:
         """Cut the same memory into blocks of another size, between two steps. What ran waits again, with all of its tokens to compute;
-        those requests are the answer."""
+        those requests are the answer. Only where all layers keep all tokens."""
+        assert self.kv is None
         put_back = tuple(s.request_id for s in self.running)
         for request_id in put_back:
             self._preempt(request_id)
@@ -139,12 +144,15 @@ class EngineValue:
         self.planner.barred.difference_update(put_back)
         lost = (self.total_blocks - self.free_blocks) * self.block_size
         self.block_size, self.total_blocks = block_size, self.kv_tokens // block_size
+        self._kv = KvShape.of(block_size)
         # What was neither free nor anybody's stays so.
         self.free_blocks = max(0, self.total_blocks - -(-lost // block_size))
         return put_back
 
     def step(self, now_ms: float) -> StepResult:
         """One engine step."""
+        if self._kv.forgets:
+            self._give_back()
         preempted = [item.request_id for item in self.planner.victims(now_ms, self._memory(), _ready)]
         for request_id in preempted:
             self._preempt(request_id)
@@ -207,7 +215,7 @@ class EngineValue:
             if take < 1 or len(self.running) >= self.rules.active:
                 break
             # Alone, it may start whatever it needs in the end.
-            if (self.running and -(-s.known // self.block_size) > self.free_blocks) or not self._take(s, take):
+            if (self.running and self._kv.most(s.known) > self.free_blocks) or not self._take(s, take):
                 break
             self.running.append(s)
             ran[s.request_id] = take
@@ -216,7 +224,7 @@ class EngineValue:
         return started
 
     def _new_blocks(self, s: Sequence, tokens: int) -> int:
-        return max(0, -(-(s.computed + tokens) // self.block_size) - s.blocks)
+        return self._kv.taken(s.computed, tokens)
 
     def _take(self, s: Sequence, tokens: int) -> bool:
         new = self._new_blocks(s, tokens)
@@ -234,12 +242,19 @@ class EngineValue:
         s.computed = 0
         self.planner.preempted(request_id, goal=s.known)
 
+    def _give_back(self) -> None:
+        """What no later token of those who run looks back on."""
+        for s in self.running:
+            holds = self._kv.held(s.computed)
+            self.free_blocks += s.blocks - holds
+            s.blocks = holds
+
     def _release(self, s: Sequence) -> None:
         self.free_blocks += s.blocks
         s.blocks = 0
 
     def _memory(self) -> Memory:
-        return Memory(self.free_blocks, self.total_blocks, self.block_size)
+        return Memory(self.free_blocks, self.total_blocks, self._kv)
 
 
 def _ready(item: Item) -> bool:

@@ -72,6 +72,9 @@ DECODE_DEVIATION = "decode_deviation"
 PREFILL_TOKENS_PER_S = "prefill_tokens_per_s"
 """At which this engine computes prompts in steps as large as it makes them, by the time that its steps took; absent until that is known."""
 
+PREFILL_MS_PER_1000_CONTEXT = "prefill_ms_per_1000_context"
+"""That a prompt's token costs more for each 1,000 tokens before it, by the time that steps took; absent until a prompt showed some."""
+
 
 def block_waste(block_size: int) -> str:
     """Of the slots in the blocks that requests here would hold with this size, the share that no token would be in."""
@@ -93,7 +96,14 @@ GAUGES = (
     REALTIME_RUNNING, BATCH_RUNNING, REALTIME_WAITING, BATCH_WAITING, COLD_WAITING, KV_USED, STORED_TOKENS, KV_BYTES_PER_TOKEN,
     RSS_BYTES, BUSY, HUNG_S,
 )  # fmt: skip
-AT_TIMES = (FRAGMENTATION, SESSION_TURNS, DECODE_DEVIATION, PREFILL_TOKENS_PER_S, *sorted(BY_BLOCK_SIZE))
+AT_TIMES = (
+    FRAGMENTATION,
+    SESSION_TURNS,
+    DECODE_DEVIATION,
+    PREFILL_TOKENS_PER_S,
+    PREFILL_MS_PER_1000_CONTEXT,
+    *sorted(BY_BLOCK_SIZE),
+)
 """Gauges that a worker has only while there is something to measure."""
 
 # Counters of every node.

@@ -48,7 +48,12 @@ def field(path: str) -> Field:
     if known is not None:
         return known
     near = difflib.get_close_matches(path, FIELDS, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else f"; known fields: {', '.join(sorted(FIELDS))}"
+    parts = ", ".join(sorted({known.partition(".")[0] for known in FIELDS}))
+    hint = (
+        f"; did you mean {near[0]}?"
+        if near
+        else f"; fields are PART.NAME, of {parts} (trimtab policy get shows all of them)"
+    )
     raise PolicyRefused(f"no policy field is called {path!r}{hint}", reason="UNKNOWN_FIELD", field=path)
 
 

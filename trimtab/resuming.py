@@ -86,7 +86,8 @@ def ended(
     of which 1 moves nothing that has begun. `worker` is the process that it was at: one that was silent for a moment and then hangs has
     died once.
     """
-    fruitless = 0 if gained else standing.fruitless + 1
+    # A worker that is full or leaving, or speaks another dialect, says nothing about the request.
+    fruitless = 0 if gained else standing.fruitless + (cause in (Cause.DIED, Cause.BROKE))
     struck = cause is Cause.DIED and 0 < suspects <= SUSPECTS
     victims = () if gained else standing.victims
     if struck and worker not in victims:
@@ -108,7 +109,6 @@ def ended(
     # Nothing is moved by trying anew what has not begun: that is bounded whatever the policy says of moving.
     if now.attempts >= (attempts if attempts > 1 else MAX_FRUITLESS):
         return now, Verdict(give_up, f"{now.attempts} attempts were made")
-    # A worker that is full or leaving, or speaks another dialect, says nothing about the request.
     if cause in (Cause.DIED, Cause.BROKE) and fruitless >= MAX_FRUITLESS:
         return now, Verdict(give_up, f"{fruitless} attempts in a row gave no token")
     return now, Verdict(Next.ELSEWHERE, cause.value)

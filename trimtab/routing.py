@@ -125,16 +125,23 @@ def key_of(session: str, prompt_head: bytes) -> bytes:
     return b"p" + hashlib.blake2b(prompt_head, digest_size=8).digest() if prompt_head else b""
 
 
+def draws(workers: int) -> int:
+    """How many random numbers `pick` needs for so many workers: for whom it looks at, for the choice among equals, and for canaries' shares."""
+    return 2 if workers <= SCANNED else TRIES + 2
+
+
 def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ring | None = None) -> Pick:
     """One of `fleet`, which are all the workers of the model. NoWorker where none can take it now, QueueFull where all are full.
 
-    `draw`: `TRIES` random numbers in [0, 1). `ring` has the fleet's nodes in the fleet's order; without it nothing is near.
+    `draw`: as many random numbers in [0, 1) as `draws` says, each for one purpose: one that served for two would tie a canary's share to its
+    place in the fleet. `ring` has the fleet's nodes in the fleet's order; without it nothing is near.
     """
+    *places, choice, share = draw
     if len(fleet) <= SCANNED:
         able = [c for c in fleet if _able(c, want)]
         pool = "of"
     else:
-        able = _drawn(fleet, want, draw)
+        able = _drawn(fleet, want, places)
         pool = "of a draw of"
         if len(able) < DRAWN:
             able = [c for c in fleet if _able(c, want)]
@@ -142,16 +149,16 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
         able = [c for c in fleet if c.doubtful and _able(c, want, doubtful=True)]
     if not able:
         raise _nobody(fleet, want)
-    able = _preferred(_weighed(able, want, draw), want)
+    able = _preferred(_weighed(able, want, share), want)
     least = min(c.work_tokens for c in able)
     alike = [c for c in able if c.work_tokens == least]
-    chosen = alike[int(draw[0] * len(alike)) % len(alike)]
+    chosen = alike[int(choice * len(alike)) % len(alike)]
     why = f"least work: {least} tokens, {len(alike)} {pool} {len(able)} alike"
     if want.key and ring is not None and len(fleet) > 1:
         bound = NEAR_FACTOR * least + NEAR_SLACK_TOKENS
         for index, _ in zip(ring.owners(want.key), range(RING_OWNERS), strict=False):
             near = fleet[index]
-            if _able(near, want) and _fits(near, want) and near.work_tokens <= bound and _takes(near, want, draw):
+            if _able(near, want) and _fits(near, want) and near.work_tokens <= bound and _takes(near, want, share):
                 chosen, why = near, f"near: {near.work_tokens} tokens of work, where the least is {least}"
                 break
     return Pick(chosen.node_id, why, chosen.gate is Gate.PROBE)
@@ -175,22 +182,22 @@ def _preferred(able: list[Candidate], want: Want) -> list[Candidate]:
     return [c for c in able if c.gate is Gate.PROBE] or able
 
 
-def _weighed(able: list[Candidate], want: Want, draw: Sequence[float]) -> list[Candidate]:
+def _weighed(able: list[Candidate], want: Want, share: float) -> list[Candidate]:
     """Without those whose share this request is not of, where there are others."""
-    return [c for c in able if _takes(c, want, draw)] or able
+    return [c for c in able if _takes(c, want, share)] or able
 
 
-def _takes(c: Candidate, want: Want, draw: Sequence[float]) -> bool:
+def _takes(c: Candidate, want: Want, share: float) -> bool:
     """Whether the request is of the share that it gets. A session stays in it or out of it; prompts that begin alike may be all there are."""
     if c.weight >= 1.0:
         return True
-    drawn = _hash(b"w" + want.key) / 2.0**64 if want.key.startswith(SESSION) else draw[-1]
+    drawn = _hash(b"w" + want.key) / 2.0**64 if want.key.startswith(SESSION) else share
     return drawn < c.weight
 
 
-def _drawn(fleet: Sequence[Candidate], want: Want, draw: Sequence[float]) -> list[Candidate]:
+def _drawn(fleet: Sequence[Candidate], want: Want, places: Sequence[float]) -> list[Candidate]:
     found: dict[int, Candidate] = {}
-    for r in draw[:TRIES]:
+    for r in places[:TRIES]:
         index = int(r * len(fleet)) % len(fleet)
         if index not in found and _able(c := fleet[index], want):
             found[index] = c
@@ -202,7 +209,7 @@ def _drawn(fleet: Sequence[Candidate], want: Want, draw: Sequence[float]) -> lis
 def _nobody(fleet: Sequence[Candidate], want: Want) -> NoWorker | QueueFull:
     """Why: full is another answer than gone."""
     if not fleet:
-        return NoWorker("no worker has joined yet")
+        return NoWorker("there is no worker now")
     states = [_state(c, want) for c in fleet]
     shown = ", ".join(f"{c.node_id} {s}" for c, s in zip(fleet, states, strict=True) if s)
     shown = shown if len(shown) <= 400 else f"{shown[:400]}…"

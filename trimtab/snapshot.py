@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.errors import PolicyRefused
+from trimtab.kv_shape import KvGroup, KvShape
 from trimtab.policy import (
     FIELDS,
     POLICY_SCHEMA,
@@ -200,6 +201,13 @@ class Limits:
     """KV block sizes that it accepts, of those that `trimtab.blocks` asks for; it may accept others too."""
     live_blocks: bool = False
     """It changes to another of them while it runs."""
+    kv_groups: tuple[KvGroup, ...] = ()
+    """Of its layers, where they don't all keep all tokens in blocks of `block_size`."""
+
+    @property
+    def kv(self) -> KvShape:
+        """What a request takes of its KV cache."""
+        return KvShape(self.kv_groups or (KvGroup(self.block_size or 1),))
 
     def of(self, name: str | None) -> int | None:
         return (getattr(self, name) or None) if name else None

@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,35 @@ VERBS = {
 }
 
 
+AS_JSON = "trimtab.as_json"
+"""In the root context's `meta`: whether the command line asks for JSON, known before any verb reads it."""
+
+
 class Verbs(click.Group):
     """A group whose commands are imported on use."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        as_json = "--json" in args[: args.index("--") if "--" in args else None]
+        ctx.meta[AS_JSON] = as_json
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as e:
+            _told(e, as_json)
+            raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """A verb, whatever its command line: who asked for JSON gets his error in it, and one whose reader has gone ends as a shell expects."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as e:
+            _told(e, ctx.meta[AS_JSON])
+            raise
+        except BrokenPipeError:
+            from trimtab.kit.cli import UNREAD
+
+            # What is left to be written at the end of the process has nowhere to go either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(UNREAD)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -85,6 +115,15 @@ class Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+
+def _told(error: click.UsageError, as_json: bool) -> None:
+    """To programs; click tells people."""
+    # Without a word there is no mistake to tell: it shows the help.
+    if as_json and not isinstance(error, NoArgsIsHelpError):
+        from trimtab.kit.cli import usage_json
+
+        usage_json(error)
 
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

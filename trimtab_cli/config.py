@@ -21,6 +21,7 @@ from services.gateway.settings import GatewaySettings
 from services.worker.settings import WorkerSettings
 from trimtab.kit.cli import ExitCode, json_option
 from trimtab.kit.config import ConfigError, find_file, load, read_file
+from trimtab_cli import starting
 from trimtab_cli.settings import UpSettings
 
 SECTIONS: dict[str, type] = {
@@ -61,13 +62,16 @@ class Origin:
 
 
 def faults(sections: Mapping[str, type], file: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Every fault in the file and the environment, each once."""
+    """Every fault in the file and the environment, each once; of what can be read, what would keep its process from starting here."""
     found: dict[str, None] = {}
     for section, cls in sections.items():
         try:
-            load(cls, section, env=env, file=file)
+            settings: Any = load(cls, section, env=env, file=file)
         except ConfigError as e:
             found |= dict.fromkeys(e.faults)
+            settings = e.settings
+        if settings is not None:
+            found |= dict.fromkeys(starting.CHECKS[cls](settings))
     known = [f"TRIMTAB_{s.upper()}_{f.name.upper()}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
     prefixes = tuple(f"TRIMTAB_{s.upper()}_" for s in SECTIONS)
     for name in env:

@@ -7,15 +7,14 @@ each time; the mesh goes on without it.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
 from controlplane import desired
 from controlplane.admin.client import AdminClient
-from controlplane.cli import TOKEN
 from trimtab.errors import PermissionDenied, TrimtabError, Unauthenticated
 from trimtab.kit.config import ConfigError
 from trimtab.kit.tls import check_own, tls_of
+from trimtab_cli import doors
 from trimtab_cli.plan import Plan, Sections, Spec, another_worker, worker_name
 from trimtab_cli.progress import Screen
 from trimtab_cli.supervisor import StartFailed, Supervisor
@@ -46,9 +45,8 @@ class Following:
 
     async def run(self) -> None:
         """Until cancelled; then no worker is left half started."""
-        token = os.environ.get(TOKEN, "").strip()
         try:
-            async with AdminClient(self._plan.control, token=token) as admin:
+            async with doors.control(self._plan.control) as admin:
                 while True:
                     await self._look(admin)
                     await asyncio.sleep(LOOK_S)

@@ -9,10 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from controlplane.admin.client import AdminClient
+from controlplane.render_fleet import role_of, state_of
 from trimtab.client import Client, Model
-from trimtab.errors import BackPressure, NoWorker
-from trimtab.kit.cli import own_key
+from trimtab.errors import BackPressure, ModelNotFound, NoWorker, TrimtabError
 from trimtab.messages import Accepted, ChatMessage, Delta, Request, Sampling
+from trimtab_cli import doors
 
 T = TypeVar("T")
 
@@ -34,35 +36,50 @@ class Greeting:
     ttft_ms: float
 
 
-async def greet(gateway: str) -> Greeting:
+async def greet(gateway: str, control: str) -> Greeting:
     """Raises the error tree when the mesh does not answer."""
-    # The gateway is this machine's own, whatever the address that it listens on.
-    async with Client(gateway, key=own_key(), insecure_key=True) as client:
-        return await patiently(lambda: _once(client))
+    async with doors.gateway(gateway) as client, doors.control(control) as admin:
+        return await patiently(lambda: _once(client, admin))
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Call until there is no back-pressure, for RETRY_FOR_S at most."""
+    """Call until there is no back-pressure and no model that has gone, for RETRY_FOR_S at most."""
     give_up = time.monotonic() + RETRY_FOR_S
     while True:
         try:
             return await call()
-        except BackPressure:
+        except (BackPressure, ModelNotFound):
             if time.monotonic() > give_up:
                 raise
             await asyncio.sleep(0.05)
 
 
-async def served(client: Client) -> Model:
-    """The first model that the gateway serves; NoWorker while there is none."""
+async def served(client: Client, admin: AdminClient) -> Model:
+    """The first model that the gateway serves and a worker of this mesh has; NoWorker while there is none.
+
+    A gateway that has just started may still name the models of the mesh before: it goes by the fleet that it has on disk.
+    """
     models = await client.models()
     if not models:
         raise NoWorker("the gateway serves no model yet")
-    return models[0]
+    there = await _on_workers(admin)
+    found = next((m for m in models if there is None or m.name in there), None)
+    if found is None:
+        raise NoWorker(f"the gateway has not met the workers yet: it names {', '.join(m.name for m in models)}")
+    return found
 
 
-async def _once(client: Client) -> Greeting:
-    model = await served(client)
+async def _on_workers(admin: AdminClient) -> set[str] | None:
+    """The models of workers that serve now; None where the control plane does not tell."""
+    try:
+        nodes = (await admin.fleet()).nodes
+    except TrimtabError:
+        return None
+    return {n.hello.model for n in nodes if n.connected and role_of(n) == "worker" and state_of(n) == "serving"}
+
+
+async def _once(client: Client, admin: AdminClient) -> Greeting:
+    model = await served(client, admin)
     request = Request(
         request_id="",
         model=model.name,

@@ -17,6 +17,7 @@ from typing import Any
 
 from controlplane.settings import ControlSettings
 from services.gateway.settings import GatewaySettings
+from services.worker.engines.cores import threads_each, usable
 from services.worker.settings import WorkerSettings
 from trimtab.kit.config import ConfigError, host_port
 from trimtab.kit.process import port_is_free
@@ -157,7 +158,7 @@ def _worker(sections: Sections, control: str, i: int, of: int, ports: _Ports) ->
     metrics = ports.take(settings.metrics, f"metrics of worker {name}", i)
     where = ["--node-id", name, "--listen", address, "--metrics", metrics, "--control", control]
     argv = _module("services.worker", *_common(sections), *where, *_flags(sections.worker_flags))
-    cores = _cores_each(of, len(os.sched_getaffinity(0)), os.environ)
+    cores = _cores_each(of, usable(), os.environ)
     return Spec(name, Tier.WORKER, argv, address, metrics, settings.drain_s, env=cores)
 
 
@@ -186,10 +187,13 @@ def _control(settings: ControlSettings, ports: _Ports, i: int) -> _Control:
 
 
 def _cores_each(workers: int, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What several engines need in their environment so that they compute beside each other: threads that share a core wait by spinning."""
+    """What several engines need in their environment so that they compute beside each other: threads that share a core wait by spinning.
+
+    `cores` are those that all of them may keep busy together, by affinity and by the quota that they share with whoever starts them.
+    """
     if workers < 2 or "OMP_NUM_THREADS" in environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (cores - 1) // workers))}
+    return {"OMP_NUM_THREADS": str(threads_each(cores, workers))}
 
 
 def _module(name: str, *words: str) -> tuple[str, ...]:

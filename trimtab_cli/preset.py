@@ -6,7 +6,7 @@ what was undone stays undone. All fields are written or none. A failure is a war
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from controlplane.admin.client import AdminClient
@@ -15,7 +15,7 @@ from trimtab.client import Client, Model
 from trimtab.codec import decode_partial
 from trimtab.errors import TrimtabError
 from trimtab.presets import decided, in_place, itl_budget_ms, small, suits
-from trimtab_cli import calibration
+from trimtab_cli import calibration, doors
 from trimtab_cli.greeting import patiently, served
 from trimtab_cli.plan import Plan
 from trimtab_cli.progress import Screen
@@ -36,7 +36,7 @@ async def settle(show: Screen, up: UpSettings, plan: Plan, *, measure: Measure =
     if up.preset == NONE or (up.preset == AUTO and not up.prompt):
         return
     try:
-        async with Client(plan.gateway) as client, AdminClient(plan.control) as admin:
+        async with doors.gateway(plan.gateway) as client, doors.control(plan.control) as admin:
             await _settle(show, up, plan, client, admin, measure)
     except Exception as e:
         why = e.message if isinstance(e, TrimtabError) else str(e) or repr(e)
@@ -46,7 +46,7 @@ async def settle(show: Screen, up: UpSettings, plan: Plan, *, measure: Measure =
 async def _settle(
     show: Screen, up: UpSettings, plan: Plan, client: Client, admin: AdminClient, measure: Measure
 ) -> None:
-    model = await patiently(lambda: served(client))
+    model = await patiently(lambda: served(client, admin))
     if up.preset == AUTO and not suits(model.max_model_len):
         return
     if await _barred(show, up, admin, await admin.get_policy()):
@@ -86,14 +86,25 @@ async def _barred(show: Screen, up: UpSettings, admin: AdminClient, policy: Any)
     if in_place(decode_partial(policy.effective), policy.sources):
         show.event("preset", "preset small: the policy has it already", preset="small", applied=False, set_before=[])
         return True
-    changed: set[str] = set()
-    if up.preset == AUTO:
-        changed = {change.field for entry in (await admin.history(HISTORY)).entries for change in entry.changes}
-    held = decided(policy.sources, changed)
+    history = (await admin.history(HISTORY)).entries
+    # Newest first: who changed each field last.
+    authors = {change.field: entry.author for entry in reversed(history) for change in entry.changes}
+    held = decided(policy.sources, set(authors) if up.preset == AUTO else set())
     if held:
-        why = f"somebody has set {', '.join(held)}"
+        why = _who_has_set(held, authors)
         show.event("preset", f"preset small is not applied: {why}", preset="small", applied=False, set_before=held)
     return bool(held)
+
+
+def _who_has_set(fields: Sequence[str], authors: Mapping[str, str]) -> str:
+    """In words; `up` itself where an earlier one of a mesh with this store did."""
+    by_author: dict[str, list[str]] = {}
+    for path in fields:
+        by_author.setdefault(authors.get(path, "somebody"), []).append(path)
+    return "; ".join(
+        f"{'an earlier `trimtab up`' if author == AUTHOR else author} has set {', '.join(paths)}"
+        for author, paths in by_author.items()
+    )
 
 
 def _window(model: Model) -> str:

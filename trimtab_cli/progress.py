@@ -60,8 +60,10 @@ class Screen:
         """The process is in this state from now on."""
         row, now = self._rows[name], time.monotonic()
         took_s = now - row.since
+        # Of one that has served until now it would be how long it has lived.
+        spent = row.state in (State.STARTING, State.STOPPING) and state in (State.READY, State.FAILED, State.STOPPED)
         row.state, row.since, row.shown_at = state, now, now
-        row.took = f"{took_s:.1f} s" if state in (State.READY, State.FAILED, State.STOPPED) else ""
+        row.took = f"{took_s:.1f} s" if spent else ""
         self.changed(name, state, took_s)
 
     def changed(self, name: str, state: State, took_s: float) -> None:

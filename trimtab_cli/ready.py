@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from trimtab.kit.cli import KEY
 from trimtab.kit.process import state_dir
 from trimtab.kit.run_file import DEFAULT_MESH
 from trimtab_cli.greeting import Greeting
@@ -36,7 +37,7 @@ def report(
 
 
 def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: float) -> str:
-    up, worker, ca = sections.up, sections.worker, sections.gateway.tls_ca
+    up, worker, ca, keys = sections.up, sections.worker, sections.gateway.tls_ca, bool(sections.gateway.keys)
     count = f"{up.workers} worker{'s' if up.workers > 1 else ''}"
     if up.controls > 1:
         count = f"{up.controls} control plane replicas, {count}"
@@ -56,7 +57,8 @@ def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: flo
         f"  logs     {_short(state_dir(up.mesh) / 'logs')}",
         "",
         "Try, in another terminal:",
-        *(f"  {line}" for line in commands(up.mesh, plan, greeting.model if greeting else "MODEL", ca)),
+        *(f"  {line}" for line in commands(up.mesh, plan, greeting.model if greeting else "MODEL", ca, keys=keys)),
+        *((f"  (with a key of {sections.gateway.keys} in {KEY})",) if keys else ()),
         *(
             ("  (with a certificate of your own in TRIMTAB_TLS_CA, _CERT, _KEY: trimtab certs issue operator NAME)",)
             if ca
@@ -73,15 +75,18 @@ def scheme(sections: Sections) -> str:
     return "https" if sections.gateway.tls_cert else "http"
 
 
-def commands(mesh: str, plan: Plan, model: str, ca: str = "") -> list[str]:
-    """Three lines that work as they stand, pasted into a shell in this directory. `ca` is the authority's file where the mesh has TLS."""
+def commands(mesh: str, plan: Plan, model: str, ca: str = "", *, keys: bool = False) -> list[str]:
+    """Three lines that work as they stand, pasted into a shell in this directory. `ca` is the authority's file where the mesh has TLS; with
+    `keys` the gateway wants one, which trimtab's own verbs take from TRIMTAB_KEY."""
     me = own_name()
     gateway = f" --gateway {plan.gateway}" if mesh != DEFAULT_MESH else ""
+    door = f"--cacert {ca} https" if ca else "http"
+    key = f' -H "authorization: Bearer ${KEY}"' if keys else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return [
         f"{me} chat{gateway}",
         policy_set(mesh, plan, "batch.active=4"),
-        f"curl {f'--cacert {ca} https' if ca else 'http'}://{plan.http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"curl {door}://{plan.http}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.kit.config import setting
+from trimtab.kit.config import NAME_WORDS, is_name, refuse, setting
 
 AUTO, NONE, SMALL = "auto", "none", "small"
 PRESETS = (AUTO, NONE, SMALL)
@@ -29,13 +29,17 @@ class UpSettings:
     ready_s: float = setting(600.0, "seconds that each process may take until it is healthy")
 
     def __post_init__(self) -> None:
+        wrong = []
+        if not is_name(self.mesh):
+            wrong.append(f"up mesh {NAME_WORDS}, not {self.mesh!r}")
         if not 1 <= self.workers <= 64:
-            raise ValueError(f"up workers must be 1 to 64, not {self.workers}")
+            wrong.append(f"up workers must be 1 to 64, not {self.workers}")
         if not 1 <= self.workers_limit <= 64:
-            raise ValueError(f"up workers_limit must be 1 to 64, not {self.workers_limit}")
+            wrong.append(f"up workers_limit must be 1 to 64, not {self.workers_limit}")
         if not 1 <= self.controls <= 9:
-            raise ValueError(f"up controls must be 1 to 9, not {self.controls}")
+            wrong.append(f"up controls must be 1 to 9, not {self.controls}")
         if self.preset not in PRESETS:
-            raise ValueError(f"up preset must be {', '.join(PRESETS[:-1])} or {PRESETS[-1]}, not {self.preset!r}")
-        if self.ready_s <= 0:
-            raise ValueError(f"up ready_s must be above 0, not {self.ready_s}")
+            wrong.append(f"up preset must be {', '.join(PRESETS[:-1])} or {PRESETS[-1]}, not {self.preset!r}")
+        if not self.ready_s > 0:
+            wrong.append(f"up ready_s must be above 0, not {self.ready_s}")
+        refuse(wrong)

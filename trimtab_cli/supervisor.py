@@ -27,6 +27,15 @@ RESTARTS_WITHIN_S = 60.0
 FIRST_BACKOFF_S = 0.2
 TICK_S = 0.25
 ROTATE_EVERY_S = 30.0
+STORE_S = 20.0
+"""A control plane that says for so long that its store does not answer is not waited for any longer."""
+NO_STORE = ("warning store away", "warning policy not loaded yet")
+"""What a control plane's log says where its store does not answer."""
+WARNS = ("warning ", "error ", "critical ")
+STORE_WORDS = (
+    "its store does not answer: is the address right (--redis), does the store run there, and does it take the password? "
+    "Without --redis `trimtab up` brings one of its own"
+)
 KILL_AFTER_S = 5.0
 """On top of a process's own drain time."""
 
@@ -141,7 +150,7 @@ class Supervisor:
         child = Child(spec, self._logs)
         self._children.append(child)
         keep_old(child.log, move=True)
-        self._screen.add(spec.name, lambda: "".join(child.tail(1))[:200])
+        self._screen.add(spec.name, lambda: last_words(child)[:200])
         return child
 
     def _forget(self, child: Child) -> None:
@@ -167,8 +176,10 @@ class Supervisor:
         ended = asyncio.create_task(child.wait())
         healthy = asyncio.create_task(until_healthy(child.spec))
         try:
-            await asyncio.wait({ended, healthy}, timeout=self._ready_s, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
+            waits_for_store = await self._patiently(child, ended, healthy)
+            if waits_for_store:
+                why = f"was not healthy after {STORE_S:g} s: {STORE_WORDS}"
+            elif ended.done():
                 why = f"ended before it was ready ({ended_how(ended.result())})"
             elif not healthy.done():
                 why = f"was not healthy after {self._ready_s:g} s"
@@ -181,6 +192,17 @@ class Supervisor:
             healthy.cancel()
         self._screen.state(child.spec.name, State.FAILED)
         raise StartFailed(child, why)
+
+    async def _patiently(self, child: Child, ended: asyncio.Task[int], healthy: asyncio.Task[None]) -> bool:
+        """Until it has ended, is healthy, or has had its time. True where it is given up earlier: what it waits for, waiting does not bring."""
+        tasks, left_s = {ended, healthy}, self._ready_s
+        if child.spec.tier is Tier.CONTROL and left_s > STORE_S:
+            done, _ = await asyncio.wait(tasks, timeout=STORE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done and last_words(child).startswith(NO_STORE):
+                return True
+            left_s -= STORE_S
+        await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        return False
 
     async def _tend(self, child: Child) -> None:
         deaths: deque[float] = deque()
@@ -282,6 +304,15 @@ async def _all(work: Iterable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def last_words(child: Child) -> str:
+    """The newest line of its log. Of ours that load nothing, the newest that warns: what comes after it is about something else."""
+    lines = child.tail()
+    if child.spec.tier in (Tier.CONTROL, Tier.GATEWAY):
+        warns = [line for line in lines if line.startswith(WARNS)]
+        lines = warns or lines
+    return lines[-1] if lines else ""
 
 
 def _indent(lines: list[str]) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from trimtab.errors import TrimtabError
-from trimtab.kit.cli import ExitCode, json_option
+from trimtab.errors import TrimtabError, Unauthenticated
+from trimtab.kit.cli import KEY, ExitCode, json_option
 from trimtab.kit.config import ConfigError, options
 from trimtab.kit.tls import tls_of
 from trimtab_cli import mesh
@@ -101,7 +101,10 @@ async def _run(sections: Sections, state: Path, show: Screen) -> int:
         show.error("start_failed", f"{e}; its last lines:\n{tail}\nthe whole log: {e.log}", name=e.name, tail=e.tail)
         return ExitCode.GOAL_FAILED
     except TrimtabError as e:
-        show.error("no_answer", f"the mesh is up, but a prompt got no answer: {e.message}\nthe logs: {state / 'logs'}")
+        say = f"the mesh is up, but a prompt got no answer: {e.message}"
+        if isinstance(e, Unauthenticated):
+            say += f"\nput a key of the gateway's key file into {KEY} (trimtab keys new makes one), or start with --no-prompt"
+        show.error("no_answer", f"{say}\nthe logs: {state / 'logs'}")
         return ExitCode.GOAL_FAILED
     except GaveUp as e:
         patience_s = None
@@ -118,7 +121,7 @@ async def _ready(
 ) -> None:
     from trimtab_cli.greeting import greet
 
-    greeting = await greet(plan.gateway) if sections.up.prompt else None
+    greeting = await greet(plan.gateway, plan.control) if sections.up.prompt else None
     record.write(supervisor.pids)
     report(show, sections, plan, supervisor.pids, greeting, time.monotonic() - begun)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from controlplane.cli import ask
 from trimtab.errors import TrimtabError
-from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option
+from trimtab.kit.cli import WIDTH, ExitCode, astray, control_option, echo_json, fail, json_option
+from trimtab.kit.process import write_atomically
+from trimtab.kit.run_file import control_address
 from trimtab.policy import FIELDS
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from controlplane.story import Chapter
     from services.traces import Span
 
+STDOUT = "-"
 PEOPLE, ALL = 1024, 8192
 """Entries: all that the store keeps of people's writes, and of everybody's."""
 ANSWERS = 100_000
@@ -40,13 +45,22 @@ SHOWN_NODES = 6
 @click.option(
     "--export",
     "export",
-    type=click.File("w", encoding="utf-8"),
+    type=click.Path(dir_okay=False, allow_dash=True),
     metavar="FILE",
     help="All that is kept, as JSON lines; - is stdout.",
 )
+@click.option("--force", is_flag=True, help="Write over FILE where it is there already.")
 @control_option
 @json_option
-def why(subject: str | None, limit: int, mesh: str | None, export: Any, control: str | None, as_json: bool) -> None:
+def why(
+    subject: str | None,
+    limit: int,
+    mesh: str | None,
+    export: str | None,
+    force: bool,
+    control: str | None,
+    as_json: bool,
+) -> None:
     """Tell why things are as they are: who changed what, when, from what to what, on what evidence, and which nodes applied it when.
 
     Without a subject, of everything. Of a policy FIELD such as batch.active: its changes, its value on each worker and where that comes
@@ -55,29 +69,35 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
     """
     from controlplane import story as s
 
+    if export is not None and export != STDOUT and Path(export).exists() and not force:
+        raise click.UsageError(f"{export} is there already; name another file, or add --force")
+
     async def look(client: AdminClient) -> Known:
         try:
             fleet = await client.fleet()
         except TrimtabError as e:
-            return Known([], None, e)
+            return Known([], None, astray(e, control_address(control), "control plane"))
         decisions: list[Any] = []
+        measured: dict[str, Any] = {}
         with contextlib.suppress(TrimtabError):
             # An older build does not tell them.
-            decisions = s.besides((await client.get_telemetry(windows=1, decisions=DECISIONS)).decisions)
+            telemetry = await client.get_telemetry(windows=1, decisions=DECISIONS)
+            decisions, measured = s.besides(telemetry.decisions), {n.node_id: n for n in telemetry.nodes}
         try:
             people = (await client.history(PEOPLE)).entries
             entries = s.merged(people, (await client.history(ALL, controllers=True)).entries)
-            return Known(s.chapters(entries, (await client.answers(ANSWERS)).answers), fleet, None, decisions)
+            answers = (await client.answers(ANSWERS)).answers
+            story = s.chapters(entries, answers, s.joined(fleet, time.time() * 1000))
+            return Known(story, fleet, None, decisions, measured)
         except TrimtabError as e:
-            return Known([], fleet, e, decisions)
+            return Known([], fleet, e, decisions, measured)
 
     if subject in FIELDS:
         _field(subject, look, limit, control, as_json)
         return
     known = ask(control, as_json, look)
     if export is not None:
-        for row in s.rows(known.story_or_end(as_json)):
-            export.write(json.dumps(row, ensure_ascii=False) + "\n")
+        _export(export, s.rows(known.story_or_end(as_json)))
     elif subject is None:
         story, decisions = known.story_or_end(as_json)[:limit], known.decisions[:limit]
         besides: dict[str, Any] = {"decisions": [s.decision_json(d) for d in decisions]} if as_json else {}
@@ -91,6 +111,17 @@ def why(subject: str | None, limit: int, mesh: str | None, export: Any, control:
         _request(subject, known, mesh, as_json)
 
 
+def _export(file: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if file == STDOUT:
+        click.echo(lines, nl=False)
+        return
+    try:
+        write_atomically(Path(file), lines.encode())
+    except OSError as e:
+        raise click.UsageError(f"can't write {file}: {e.strerror}") from e
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What the control plane told. Without its store it has no story, and nothing at all when nobody answers; `missing` says why."""
@@ -100,6 +131,8 @@ class Known:
     missing: TrimtabError | None = None
     decisions: Sequence[Any] = ()
     """Of controllers, that changed no policy: newest first, as far as the leader remembers."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """NodeTelemetry of each node, as far as the replica that was asked has heard of it."""
 
     def story_or_end(self, as_json: bool) -> list[Chapter]:
         """For a question that is about nothing else."""
@@ -130,10 +163,10 @@ def _chapter_text(c: Chapter) -> list[str]:
     from controlplane.render import history_text
 
     lines = history_text([c.entry]).splitlines()
-    by_result: dict[str, list[Any]] = {}
+    by_result: dict[tuple[str, bool], list[Any]] = {}
     for a in c.answers:
-        by_result.setdefault(a.result, []).append(a)
-    for result, answers in by_result.items():
+        by_result.setdefault((a.result, a.result != "refused" and c.later(a)), []).append(a)
+    for (result, later), answers in by_result.items():
         if result == "refused":
             words = [f"refused by {a.node_id} ({a.reason}): {a.message}" for a in answers]
         else:
@@ -141,10 +174,10 @@ def _chapter_text(c: Chapter) -> list[str]:
             names = ", ".join(a.node_id for a in answers[:SHOWN_NODES])
             rest = f" and {len(answers) - SHOWN_NODES} more" if len(answers) > SHOWN_NODES else ""
             verb = "applied by" if result == "applied" else "passed over, for a newer one, by"
-            since = _since(c, first, last)
+            since = ", later, as they joined" if later else _since(c, first, last)
             words = [f"{verb} {names}{rest}{since}"]
         for said in words:
-            lines += textwrap.wrap(said, 100, initial_indent=" " * 10, subsequent_indent=" " * 12)
+            lines += textwrap.wrap(said, WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 12)
     return lines
 
 
@@ -193,22 +226,24 @@ def _node(node_id: str, known: Known, limit: int, control: str | None, as_json: 
 
     fleet = known.fleet
     node = next(n for n in fleet.nodes if n.hello.node_id == node_id)
-    answered = [s.Chapter(c.entry, tuple(a for a in c.answers if a.node_id == node_id)) for c in known.story]
+    answered = [replace(c, answers=tuple(a for a in c.answers if a.node_id == node_id)) for c in known.story]
     answered = [c for c in answered if c.answers][:limit]
     steered = ask(control, as_json, lambda client: _steered(client, node_id, limit))
     if as_json:
-        facts = {**steered.facts(), **known.facts()}
+        died = s.died_json(known.measured[node_id]) if node_id in known.measured else {}
+        facts = {**died, **steered.facts(), **known.facts()}
         _tell("", answered, as_json, node=render_fleet.node_json(node), **facts)
         return
     p = node.policy
     since = f"for {node.seconds_connected:.0f} s" if node.connected else render_fleet.gone_text(node)
-    lines = [
-        f"{node_id} at {node.hello.address}, connected to {node.replica_id} {since}, holds policy {render.place(p.applied)}"
-    ]
+    head = f"{node_id} at {node.hello.address}, connected to {node.replica_id} {since}, holds policy {render.place(p.applied)}"
+    lines = textwrap.wrap(head, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     if p.refused.epoch:
         lines.append(f"  it refused {render.place(p.refused)} ({p.refusal.reason}): {p.refusal.message}")
     if render.place(p.applied) != render.place(fleet.desired):
         lines.append(f"  the newest is {render.place(fleet.desired)}")
+    if node_id in known.measured:
+        lines += [f"  {line}" for line in s.died_text(known.measured[node_id])]
     if steered.breaker is not None:
         lines += [f"  {line}" for line in workers.breaker_text(steered.breaker, int(time.time() * 1000))]
     lines += [f"  {line}" for line in workers.actions_text(steered.actions)]
@@ -260,7 +295,9 @@ def _request(said: str, known: Known, mesh: str | None, as_json: bool) -> None:
         # It may be a node.
         fail(known.missing, as_json)
     if not spans:
+        near = difflib.get_close_matches(said, FIELDS, n=1, cutoff=0.6)
         message = f"{said!r} is no policy field, no node, and no request whose trace is in {directory}"
+        message += f"; did you mean {near[0]}?" if near else ""
         if as_json:
             echo_json({"error": {"reason": "NOT_FOUND", "message": message}})
         click.secho(

@@ -27,7 +27,7 @@ from controlplane.seen import NodeSeen
 from controlplane.store import Action, Mark, PolicyStore
 from controlplane.telemetry import Telemetry
 from trimtab import measures
-from trimtab.blocks import LADDER
+from trimtab.blocks import LADDER, recompute_s
 from trimtab.codec import encode_limits
 from trimtab.errors import InvalidRequest, StoreUnavailable, Violation
 from trimtab.kit.tls import PLAIN
@@ -71,9 +71,9 @@ class Blocks:
         found = []
         for worker in workers:
             node = await self._reblock_one(request, worker)
-            rate = _prefill_rate(seen.get(worker.node_id))
+            rate, more_ms = _prefill(seen.get(worker.node_id))
             if node.HasField("result") and rate and not node.result.carried:
-                node.recompute_s = node.result.recompute_tokens / rate
+                node.recompute_s = recompute_s(node.result.recompute_tokens, node.result.requests, rate, more_ms)
             found.append(node)
             if not request.dry_run and not request.local:
                 await self._record(request, worker, node)
@@ -203,9 +203,14 @@ def _told(request: admin_pb2.ReblockNodesRequest, node: admin_pb2.NodeReblocked)
     return f"KV block size {r.before_block_size} → {r.after_block_size}, {cost}"
 
 
-def _prefill_rate(node: NodeSeen | None) -> float | None:
-    """Tokens a second at which it computes prompts, by its own steps; None where it has said nothing of that lately."""
-    return node.gauge(measures.PREFILL_TOKENS_PER_S, time.monotonic()) if node is not None else None
+def _prefill(node: NodeSeen | None) -> tuple[float | None, float]:
+    """Tokens a second at which it computes prompts, and the milliseconds that 1,000 tokens before it cost a token beside, by its own steps.
+    The rate is None where it has said nothing of that lately.
+    """
+    if node is None:
+        return None, 0.0
+    now = time.monotonic()
+    return node.gauge(measures.PREFILL_TOKENS_PER_S, now), node.gauge(measures.PREFILL_MS_PER_1000_CONTEXT, now) or 0.0
 
 
 def _node(m: Member, seen: NodeSeen | None, now: float) -> admin_pb2.NodeBlocks:

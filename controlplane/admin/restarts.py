@@ -16,9 +16,9 @@ from controlplane.loop import TelemetryLoop
 from controlplane.peers import Peers
 from controlplane.replica import Replica, unix_ms
 from controlplane.restarts.driver import Driver, new_id
-from controlplane.restarts.sights import Holds, sights_of
+from controlplane.restarts.sights import Holds, Noticed, sights_of
 from controlplane.restarts.state import TO_COME, Line, Order, Restart, Stage, Step, Turn
-from controlplane.restarts.steps import Answer, Ask, Sights, alone
+from controlplane.restarts.steps import Answer, Ask, Sights, alone, why_shut
 from controlplane.rollouts.keeper import Keeper
 from controlplane.telemetry import Telemetry
 from trimtab.codec import decode_identity
@@ -28,11 +28,11 @@ from trimtab.messages import NodeState
 from trimtab.messages import Role as NodeRole
 from trimtab.snapshot import Identity
 from trimtab.v1 import admin_pb2
+from trimtab.worker_settings import fault_of
 
 READY_MS = 300_000
 MAX_SETTINGS = 64
 MAX_SETTING_CHARS = 512
-SECTION = "worker."
 KIND = "restart"
 SENT_S = 10.0
 """After that the fleet knows of a worker that a controller sent away, or it did not go."""
@@ -50,6 +50,7 @@ class Restarts:
         leader: Leader,
         peers: Peers,
         workers: Workers,
+        noticed: Noticed,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +60,7 @@ class Restarts:
         self._loop = loop
         self._peers = peers
         self._workers = workers
+        self._noticed = noticed
         self._clock = clock
         self.tried: Keeper | None = None
         """Policies that are tried on canaries; set where there are such."""
@@ -114,7 +116,7 @@ class Restarts:
         last = [t.node_id for t in turns if alone(t.node_id, sights)]
         if request.dry_run:
             planned = Restart(new_id(), order, turns, unix_ms())
-            return admin_pb2.StartRestartResponse(rollout=encode_restart(_warned(planned, last)))
+            return admin_pb2.StartRestartResponse(rollout=encode_restart(_warned(planned, last, sights)))
         if last and not order.force:
             raise InvalidRequest(
                 _alone_words(last, sights), violations=(Violation("force", _alone_words(last, sights)),)
@@ -156,9 +158,9 @@ class Restarts:
         if len(request.settings) > MAX_SETTINGS:
             faults.append(Violation("settings", f"at most {MAX_SETTINGS}"))
         for name, value in request.settings.items():
-            # Which ones there are, and what they may be, the workers know.
-            if not name.startswith(SECTION):
-                faults.append(Violation(name[:MAX_SETTING_CHARS], f"settings of a worker begin with {SECTION}"))
+            # What they may be, the workers know.
+            if wrong := fault_of(name[:MAX_SETTING_CHARS], value):
+                faults.append(Violation("settings", wrong))
             if max(len(name), len(value)) > MAX_SETTING_CHARS or not (name + value).isprintable():
                 faults.append(Violation("settings", f"at most {MAX_SETTING_CHARS} printable characters each"))
         refuse_if(faults)
@@ -202,7 +204,7 @@ class Restarts:
         seen = self._telemetry.seen(members, (), now)
         newest = self._replica.newest.value
         identity = newest.identity if newest is not None else Identity()
-        return sights_of(members, seen.nodes, holds, identity, policies.spec, now, names)
+        return sights_of(members, seen.nodes, holds, identity, policies.spec, now, names, noticed=self._noticed)
 
     async def _holds(self, members: list[Member]) -> Holds:
         """Of workers elsewhere; their replicas know what they run by."""
@@ -271,9 +273,11 @@ def _where(r: Restart) -> str:
     return ", ".join([*under_way, f"{left} of {len(r.turns)} to go"])
 
 
-def _warned(r: Restart, last: list[str]) -> Restart:
+def _warned(r: Restart, last: list[str], sights: Sights) -> Restart:
     for t in r.turns:
         r = r.said(r.started_ms, f"{t.node_id} of pool {t.pool}")
+    for words in why_shut(sights.values()):
+        r = r.said(r.started_ms, words)
     for node_id in last:
         r = r.said(r.started_ms, f"{node_id} is the only worker that serves its model: it goes with --force alone")
     return r
@@ -281,9 +285,9 @@ def _warned(r: Restart, last: list[str]) -> Restart:
 
 def _alone_words(last: list[str], sights: Sights) -> str:
     named = ", ".join(f"{node_id} ({sights[node_id].model})" for node_id in last[:5])
-    return (
-        f"nobody else serves the model of {named}: its requests get NO_WORKER meanwhile; start another, or say --force"
-    )
+    models = {sights[node_id].model for node_id in last}
+    shut = "".join(f" ({words})" for words in why_shut(s for s in sights.values() if s.model in models))
+    return f"nobody else serves the model of {named}{shut}: its requests get NO_WORKER meanwhile; start another, or say --force"
 
 
 def _author(said: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from controlplane.admin.blocks import Blocks
@@ -47,6 +48,8 @@ from trimtab.snapshot import Identity, Limits, Node, resolve
 from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
 HISTORY_DEFAULT = 20
+TELLS_OF = 8
+"""Revisions that are named where another one is not told."""
 ANSWERS_DEFAULT = 100
 ACTIONS_DEFAULT = 20
 LAST_REFUSED_S = 0.5
@@ -125,13 +128,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if entry is not None and entry.identity.epoch == wanted.epoch and Identity() < wanted <= newest:
                 snapshot = await self._replica.store.revision(entry.identity.epoch, entry.identity.revision)
             if snapshot is None or entry is None:
-                message = (
-                    f"the history does not tell the policy as of {wanted}; `trimtab policy history` shows what it tells"
-                )
+                told = [e.identity for e in entries if not e.refused_because]
+                message = f"the history does not tell the policy as of {wanted}; {await self._tells(told)}"
                 raise InvalidRequest(message, violations=(Violation("revision", message),))
             return admin_pb2.GetPolicyRevisionResponse(
                 entry=encode_entry(entry), spec=encode_spec(spec_of(decode_document(snapshot.document)))
             )
+
+    async def _tells(self, identities: Sequence[Identity]) -> str:
+        """Which revisions can be shown and gone back to, the newest first and a few of them; in words."""
+        store = self._replica.store
+        found = [str(i) for i in identities[:TELLS_OF] if await store.revision(i.epoch, i.revision) is not None]
+        return f"the newest that it tells are {', '.join(found)}" if found else "it tells none"
 
     async def ListPolicyHistory(
         self, request: admin_pb2.ListPolicyHistoryRequest, context: Any

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 from typing import TypeVar
 
-from controlplane.admin.encode import fitting
+from controlplane.admin.encode import encode_policy_state, fitting, freshest
 from controlplane.breaker_keeper import BreakerKeeper
 from controlplane.controllers.safe_batch import Fits
 from controlplane.controllers.safe_batch import fitting as fitting_requests
 from controlplane.exchange import Exchange
-from controlplane.fleet import Fleet, Member
+from controlplane.fleet import Fleet
 from controlplane.loop import Record, TelemetryLoop
 from controlplane.peers import Peers
 from controlplane.policies import Policies
@@ -19,15 +19,16 @@ from controlplane.pools import Pool, pools_of
 from controlplane.replica import unix_ms
 from controlplane.seen import Lengths, NodeSeen, Seen, Window, merged
 from controlplane.telemetry import Telemetry
-from trimtab.codec import encode_identity, encode_limits, encode_load, encode_outlier, encode_state
+from trimtab.codec import encode_limits, encode_load, encode_outlier, encode_state
 from trimtab.messages import Role
 from trimtab.policy import Policy
 from trimtab.sketch import Quantiles, Sketch
-from trimtab.snapshot import Identity
 from trimtab.v1 import admin_pb2, control_pb2
 
 T = TypeVar("T")
 WINDOWS, DECISIONS = 12, 20
+ANSWERED_S = 1.0
+"""What a replica gets to tell what its nodes made of the policy: less than this one gets where another asked it for all of this."""
 ROLES = {Role.WORKER: control_pb2.ROLE_WORKER, Role.GATEWAY: control_pb2.ROLE_GATEWAY}
 
 
@@ -54,20 +55,22 @@ class TelemetryAdmin:
         return self._exchange.after(request.after)
 
     async def scale(self, request: admin_pb2.GetScaleRequest) -> admin_pb2.GetScaleResponse:
+        """Without a leader's answer nobody is said to lead: what was wanted here once is nobody's word."""
         answer = await self._of_leader("GetScale", request, admin_pb2.GetScaleResponse)
         if answer is not None:
             return answer
         pools = self._pools(self._seen(), self._loop.policies())
-        return admin_pb2.GetScaleResponse(pools=pools, leader_id=self._leader_id())
+        leader_id = self._peers.replica_id if self._loop.leads else ""
+        return admin_pb2.GetScaleResponse(pools=pools, leader_id=leader_id)
 
     async def telemetry(self, request: admin_pb2.GetTelemetryRequest) -> admin_pb2.GetTelemetryResponse:
         answer = await self._of_leader("GetTelemetry", request, admin_pb2.GetTelemetryResponse)
         if answer is not None:
             return answer
+        answered = await self._answered()
         seen, policies = self._seen(), self._loop.policies()
-        members = {m.node_id: m for m in self._fleet}
         windows = request.windows or WINDOWS
-        nodes = (self._node(n, members.get(n.node_id), seen.now, windows, policies) for n in seen.nodes.values())
+        nodes = (self._node(n, answered.get(n.node_id), seen.now, windows, policies) for n in seen.nodes.values())
         newest = [n.windows[-1] for n in seen.nodes.values() if n.connected and n.windows and n.fresh(seen.now)]
         names = sorted({name for w in newest for name in w.sketches})
         return admin_pb2.GetTelemetryResponse(
@@ -81,6 +84,17 @@ class TelemetryAdmin:
             leader_id=self._leader_id(),
             tick_ms=self._loop.tick_ms,
         )
+
+    async def _answered(self) -> dict[str, admin_pb2.NodePolicyState]:
+        """What each node made of the policy, as the replica tells it that it is connected to; none of one whose replica does not answer."""
+        members = list(self._fleet)
+        found = {m.node_id: encode_policy_state(m) for m in members if not m.replica}
+        if elsewhere := {m.node_id for m in members if m.replica}:
+            request = admin_pb2.GetFleetRequest(local=True)
+            answers = (await self._peers.ask("GetFleet", request, within_s=ANSWERED_S)).values()
+            told = freshest(n for a in answers if isinstance(a, admin_pb2.GetFleetResponse) for n in a.nodes)
+            found |= {name: told[name].policy for name in elsewhere if name in told}
+        return found
 
     def _seen(self) -> Seen:
         policies = self._loop.policies()
@@ -103,7 +117,12 @@ class TelemetryAdmin:
         return self._peers.replica_id if self._loop.leads else (self._peers.leader() or "")
 
     def _node(
-        self, n: NodeSeen, member: Member | None, now: float, windows: int, policies: Policies | None
+        self,
+        n: NodeSeen,
+        answered: admin_pb2.NodePolicyState | None,
+        now: float,
+        windows: int,
+        policies: Policies | None,
     ) -> admin_pb2.NodeTelemetry:
         spec = policies.spec(n.node) if policies else Policy()
         effective = policies.effective(n.node, unix_ms()) if policies else Policy()
@@ -131,6 +150,8 @@ class TelemetryAdmin:
             gauges=n.gauges,
             totals=n.totals,
             restarts=n.restarts,
+            deaths=n.deaths,
+            died_ago_s=now - n.died_at if n.died_at is not None else None,
             out_of_memory_ago_s=now - n.out_of_memory_at if n.out_of_memory_at is not None else None,
             windows=[_window(w, now) for w in list(n.windows)[-windows:]],
             ttft_objective_ms=effective.objectives.ttft_p99_ms,
@@ -140,12 +161,12 @@ class TelemetryAdmin:
         )
         if n.role is Role.WORKER:
             pb.batch_active, pb.batch_active_spec = effective.batch.active, spec.batch.active
-        if member is not None:
-            if member.applied > Identity():
-                pb.applied.CopyFrom(encode_identity(member.applied))
-            if member.refusal is not None:
-                pb.refused.CopyFrom(encode_identity(member.refusal.identity))
-                pb.refused_because = f"{member.refusal.reason}: {member.refusal.message}"
+        if answered is not None:
+            if answered.HasField("applied"):
+                pb.applied.CopyFrom(answered.applied)
+            if answered.HasField("refused"):
+                pb.refused.CopyFrom(answered.refused)
+                pb.refused_because = f"{answered.refusal.reason}: {answered.refusal.message}"
         return pb
 
     def _controllers(self, seen: Seen) -> Iterable[admin_pb2.ControllerTelemetry]:
@@ -154,7 +175,8 @@ class TelemetryAdmin:
             yield admin_pb2.ControllerTelemetry(name=s.name, mode=s.mode.value, holds=s.decision.holds, moves=moves)
 
     def _pools(self, seen: Seen, policies: Policies | None) -> list[admin_pb2.PoolScale]:
-        found = pools_of(seen, self._loop.wants, policies.spec if policies else lambda node: Policy())
+        wants = self._loop.wants if self._loop.leads else {}
+        found = pools_of(seen, wants, policies.spec if policies else lambda node: Policy())
         return [admin_pb2.PoolScale(**{name: getattr(p, name) for name in Pool.__slots__}) for p in found]
 
     def _lengths(

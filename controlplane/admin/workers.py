@@ -21,6 +21,7 @@ from controlplane.fleet import Fleet, Member
 from controlplane.gatekeeper import granted
 from controlplane.peers import ASK_S, Peers
 from controlplane.replica import unix_ms
+from controlplane.restarts.steps import within
 from controlplane.store import Action, PolicyStore
 from controlplane.view import SIDES
 from trimtab.errors import InvalidRequest, StoreUnavailable, Violation
@@ -37,6 +38,8 @@ ANSWER_S = 3.0
 MAX_DEADLINE_MS = 86_400_000
 MAX_NODE_CHARS = 200
 NOT_CONNECTED = "NOT_CONNECTED"
+RESTARTED = "drain and restart"
+"""How an action of the store begins that had a worker started anew."""
 
 
 class AskOne(Protocol):
@@ -111,9 +114,9 @@ class Workers:
         response.incarnation, response.model = worker.hello.incarnation, worker.hello.model
         response.others = len(self._others(worker))
         if not request.local:
-            what = "drain and restart" if request.restart else "drain"
+            what = RESTARTED if request.restart else "drain"
             told = "".join(f", {name}={value or 'taken back'}" for name, value in sorted(request.settings.items()))
-            await self._record(request, f"{what} within {brief(request.deadline_ms)}{told}{_unless_done(response)}")
+            await self._record(request, f"{what} {within(request.deadline_ms)}{told}{_unless_done(response)}")
         return response
 
     def runs(self, node_id: str, incarnation: str) -> bool:

@@ -2,12 +2,15 @@
 
 Restarted is one whose KV blocks are held while it is idle (a leak of blocks), whose memory grows beside no more work (`growth`), or that is
 hung for long: the latter at once, the others after a drain, one at a time in a pool and never the last that serves while others start. An
-incarnation is told once, and a node a few times an hour; then people are told instead. Where REALTIME waits longer than BATCH, the node is
-sent its policy anew, once for as long as that lasts.
+incarnation that has been told is told again only where it goes on as if it had not, which a command that was lost looks like; a node is told
+a few times an hour, and then people are instead. Where REALTIME waits longer than BATCH, the node is sent its policy anew, and again now and
+then for as long as that lasts.
 
 What the signals miss: a leak on a worker that is never idle shows only once it fills the cache; one block may be the engine's own (vLLM
 holds a null block), so a leak of that size is none; a step that is long and moves nothing for a while looks hung only by the engine's own
-prediction; mean waits hide one request that waits for ever; and a new leader knows of no restarts before it.
+prediction; mean waits hide one request that waits for ever; and of restarts under an earlier leader those count that the store still tells of.
+
+With `loops.heal=advise` nobody is restarted by it, so nobody is expected back: a restart is advised again now and then while its reason lasts.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controlplane.controllers.decision import Alert, Command, Decision, PolicyOf, Reload, Restart, Severity
+from controlplane.controllers.decision import Alert, Decision, PolicyOf, Reload, Restart, Severity
 from controlplane.controllers.growth import Growth, begun
 from controlplane.controllers.inversion import inverted
 from controlplane.seen import NodeSeen, Seen
 from trimtab.measures import HUNG_S
 from trimtab.messages import NodeState
+from trimtab.policy import Loop
 from trimtab.snapshot import Adjustment, Node
 
 name = "heal"
@@ -28,8 +32,14 @@ HOUR_S = 3600.0
 OWN_BLOCKS = 1
 """vLLM keeps one for itself."""
 REFUSED_S = 10.0
+UNHEEDED_S = 30.0
+"""A worker that serves on for so long, beside what it was given to drain, was not told after all."""
+RELOAD_S = 300.0
+"""A node whose policy was told again is told it once more after this, where nothing came of it."""
 RETURN_S = 600.0
 """A worker that was told to restart is back by then, beside what it was given to drain."""
+ADVISED_S = 600.0
+"""The same process is advised to be restarted again no sooner."""
 LOOKS = 100
 """Workers whose memory is looked at in one tick, or a tenth of all."""
 NAMED = 5
@@ -38,24 +48,28 @@ NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A restart that was commanded. `by` is when it should be back."""
+    """A restart that was commanded. `due` is when it should be leaving, `by` when it should be back."""
 
     incarnation: str
     pool: str
+    due: float
     by: float
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All by node id. `hung` has the process and since when; `looked` the newest window; `inverted` the figures while an inversion lasts."""
+    """All by node id. `hung` has the process and since when; `looked` the newest window; `inverted` the figures while an inversion lasts,
+    and when the policy was last told for it; `advised` the process and when its restart was last advised, where this controller only advises.
+    """
 
     hung: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     refused: Mapping[str, float] = field(default_factory=dict)
     looked: Mapping[str, int] = field(default_factory=dict)
-    inverted: Mapping[str, str] = field(default_factory=dict)
+    inverted: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     growths: Mapping[str, Growth] = field(default_factory=dict)
     told: Mapping[str, Told] = field(default_factory=dict)
     restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    advised: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +93,29 @@ def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
     hung = _hung(state, workers, now)
     growths = _grown(state, seen, fresh, policy, now)
     findings = [f for n in fresh if (f := _finding(n, hung, growths, policy, now)) is not None]
-    told = {k: t for k, t in state.told.items() if not _back(t, seen.nodes.get(k))}
-    restarts = _of_last_hour(state.restarts, now)
+    told = {k: t for k, t in state.told.items() if not _over(t, seen.nodes.get(k), now)}
+    advises = policy(None).loops.heal == Loop.ADVISE
+    advised = {k: (i, at) for k, (i, at) in state.advised.items() if advises and now - at < ADVISED_S}
+    restarts = _of_last_hour(state.restarts, seen.restarted, now)
     # Those of a rolling restart are looked after already, and one of a pool at a time is enough.
     findings = [f for f in findings if f.node.node_id not in seen.restarting]
     rolling = {n.node.pool for k, n in seen.nodes.items() if k in seen.restarting}
-    commands, alerts = _restarted(findings, workers, told, restarts, rolling, policy, now)
+    findings = [f for f in findings if advised.get(f.node.node_id, ("", now))[0] != f.node.incarnation]
+    # What is only advised is done to nobody: nobody is away by it, and nothing is counted.
+    by_us = ({**told}, {**restarts}) if advises else (told, restarts)
+    commands, alerts = _restarted(findings, workers, *by_us, rolling, policy, now)
+    advised |= {c.node_id: (c.incarnation, now) for c in commands if advises}
     reloads, looked, inversions = _inversions(state, workers, policy, now)
     refused = {n.node_id: state.refused.get(n.node_id, now) for n in workers if n.refused}
     alerts += _late(told, now)
     alerts += [
         Alert(f"inversion/{k}", Severity.WARNING, f"REALTIME waits longer than BATCH at {k}", figures)
-        for k, figures in inversions.items()
+        for k, (figures, _) in inversions.items()
     ]
     alerts += _refusals(refused, seen, now)
     silent = len(workers) - len(fresh)
     holds = (f"{silent} workers say nothing now: they are left as they are",) if silent else ()
-    state = State(hung, refused, looked, inversions, growths, told, restarts)
+    state = State(hung, refused, looked, inversions, growths, told, restarts, advised)
     return Decision(state, commands=(*commands, *reloads), alerts=tuple(alerts), holds=holds)
 
 
@@ -155,9 +175,11 @@ def _finding(
 
 def _inversions(
     state: State, workers: Iterable[NodeSeen], policy: PolicyOf, now: float
-) -> tuple[list[Reload], dict[str, int], dict[str, str]]:
+) -> tuple[list[Reload], dict[str, int], dict[str, tuple[str, float]]]:
     """Looks at each closed window once."""
-    reloads, looked, lasting = [], {}, {}
+    reloads: list[Reload] = []
+    looked: dict[str, int] = {}
+    lasting: dict[str, tuple[str, float]] = {}
     for n in workers:
         newest = n.windows[-1].number if n.windows else 0
         looked[n.node_id] = newest
@@ -168,8 +190,9 @@ def _inversions(
             continue
         figures = inverted(n, policy)
         if figures:
-            lasting[n.node_id] = before or figures
-            if before is None:
+            due = before is None or now - before[1] >= RELOAD_S
+            lasting[n.node_id] = before if before is not None and not due else (figures, now)
+            if due:
                 reason = "REALTIME waits longer than BATCH: the policy is told again"
                 reloads.append(Reload(n.node_id, reason, figures))
     return reloads, looked, lasting
@@ -178,15 +201,21 @@ def _inversions(
 # ---- what is done
 
 
-def _back(told: Told, n: NodeSeen | None) -> bool:
-    """Whether the node runs as another process, or nobody remembers it."""
+def _over(told: Told, n: NodeSeen | None, now: float) -> bool:
+    """Whether the node runs as another process, or as the same one as if nobody had told it anything, or nobody remembers it."""
     if n is None:
         return True
-    return n.incarnation != told.incarnation and n.connected and n.state is NodeState.SERVING
+    if n.incarnation == told.incarnation:
+        return now >= told.due and n.fresh(now) and n.state is not NodeState.DRAINING
+    return n.connected and n.state is NodeState.SERVING
 
 
-def _of_last_hour(restarts: Mapping[str, tuple[float, ...]], now: float) -> dict[str, tuple[float, ...]]:
-    found = {k: tuple(at for at in times if now - at < HOUR_S) for k, times in restarts.items()}
+def _of_last_hour(
+    own: Mapping[str, tuple[float, ...]], earlier: Mapping[str, tuple[float, ...]], now: float
+) -> dict[str, tuple[float, ...]]:
+    """Of this leader and of earlier ones, each once."""
+    whole = {k: sorted({*own.get(k, ()), *earlier.get(k, ())}) for k in (*own, *earlier)}
+    found = {k: tuple(at for at in times if now - at < HOUR_S) for k, times in whole.items()}
     return {k: times for k, times in found.items() if times}
 
 
@@ -198,10 +227,10 @@ def _restarted(
     rolling: set[str],
     policy: PolicyOf,
     now: float,
-) -> tuple[list[Command], list[Alert]]:
+) -> tuple[list[Restart], list[Alert]]:
     """Commands, which `told` and `restarts` have afterwards too, and alerts where there are to be no more of them. `rolling` are pools where
     people have workers started anew now."""
-    commands: list[Command] = []
+    commands: list[Restart] = []
     alerts: list[Alert] = []
     for f in sorted(findings, key=lambda f: not f.urgent):
         node_id, rule = f.node.node_id, policy(f.node.node).heal
@@ -216,7 +245,7 @@ def _restarted(
             continue
         drain_s = 0.0 if f.urgent else float(rule.grace_s)
         commands.append(Restart(node_id, f.node.incarnation, drain_s, f.reason, f.evidence))
-        told[node_id] = Told(f.node.incarnation, f.node.node.pool, now + drain_s + RETURN_S)
+        told[node_id] = Told(f.node.incarnation, f.node.node.pool, now + drain_s + UNHEEDED_S, now + drain_s + RETURN_S)
         restarts[node_id] = (*restarts.get(node_id, ()), now)
     return commands, alerts
 

@@ -11,6 +11,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import structlog
 
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.5
 KEPT = 20
 """Restarts that are over are kept, the newest."""
+KEPT_TURNS = 2000
+"""Of workers, in all that are kept: every replica reads all marks of the store again and again."""
 ATTEMPTS = 8
 PREFIX = "restart/"
 
@@ -186,15 +189,19 @@ class Driver:
         return True
 
     def _too_old(self) -> list[Held]:
-        over = sorted((h for h in self._held.values() if not h.restart.live), key=lambda h: _age(h.restart))
-        return over[:-KEPT]
+        """The newest of those that are over stays, and of the others as many as there is room for."""
+        over = sorted(
+            (h for h in self._held.values() if not h.restart.live), key=lambda h: _age(h.restart), reverse=True
+        )
+        turns = list(accumulate(len(h.restart.turns) for h in over))
+        return [h for i, h in enumerate(over) if i >= KEPT or (i and turns[i] > KEPT_TURNS)]
 
     async def _prune(self) -> None:
         for held in self._too_old():
             key = PREFIX + held.restart.restart_id
             with contextlib.suppress(StoreUnavailable):
                 await self._store.unmark(Mark(key, held.stamp, b""))
-                del self._held[key]
+                self._held.pop(key, None)  # `_take` may have heard of it meanwhile
 
 
 def new_id() -> str:

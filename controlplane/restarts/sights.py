@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from controlplane.breakers import Notice, Side
 from controlplane.fleet import Member
 from controlplane.restarts.steps import Sight
 from controlplane.seen import NodeSeen, merged
+from trimtab.kit.duration import brief
 from trimtab.measures import COLD, ERRORS, HOT, REQUESTS, ttft
 from trimtab.messages import NodeState, Role, Workload
 from trimtab.policy import Policy
@@ -15,6 +17,8 @@ from trimtab.snapshot import Identity, Node
 TTFT = tuple(ttft(Workload.REALTIME, path) for path in (HOT, COLD))
 Holds = Mapping[str, tuple[Identity, str]]
 """Of workers that are connected to other replicas: what they run by, and why not by the newest."""
+Noticed = Callable[[str, str], Notice | None]
+"""What gateways are told of the breaker of a process, by node id and incarnation."""
 
 
 def sights_of(
@@ -25,11 +29,13 @@ def sights_of(
     policy: Callable[[Node], Policy],
     now: float,
     measured: Collection[str] = (),
+    *,
+    noticed: Noticed,
 ) -> dict[str, Sight]:
     """By node id; `now` in seconds of the fleet's clock. A P99 takes a while, and is of those that are to be `measured`."""
     workers = (m for m in members if m.hello.role is Role.WORKER)
     return {
-        m.node_id: _sight(m, nodes.get(m.node_id), elsewhere, newest, policy, now, m.node_id in measured)
+        m.node_id: _sight(m, nodes.get(m.node_id), elsewhere, newest, policy, now, m.node_id in measured, noticed)
         for m in workers
     }
 
@@ -42,6 +48,7 @@ def _sight(
     policy: Callable[[Node], Policy],
     now: float,
     measured: bool,
+    noticed: Noticed,
 ) -> Sight:
     applied, refused = m.applied, f"{m.refusal.reason}: {m.refusal.message}" if m.refusal is not None else ""
     if m.replica:
@@ -66,4 +73,15 @@ def _sight(
         objective_ms=rules.objectives.ttft_p99_ms,
         requests=mine.counters.get(REQUESTS, 0) if mine is not None else 0,
         errors=mine.counters.get(ERRORS, 0) if mine is not None else 0,
+        shut=_shut(noticed(m.node_id, m.hello.incarnation)),
     )
+
+
+def _shut(notice: Notice | None) -> str:
+    """Why its breaker lets nothing through, in words. One that a single gateway has opened counts: the others let a probe through."""
+    if notice is None or notice.side is Side.CLOSED:
+        return ""
+    if notice.side is Side.OPEN:
+        return f"its breaker is forced open for {brief(notice.forced_ms)} yet"
+    trip = notice.trip
+    return f"its breaker is open at {trip.gateway_id}, on {trip.dimension}" if trip is not None else ""

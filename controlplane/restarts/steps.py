@@ -55,10 +55,17 @@ class Sight:
     objective_ms: float = 0.0
     requests: int = 0
     errors: int = 0
+    shut: str = ""
+    """Why gateways send it nothing, in words; empty while they may."""
 
     @property
     def serving(self) -> bool:
+        """It could: whether anybody is sent to it is another question."""
         return self.connected and self.state is NodeState.SERVING
+
+    @property
+    def reached(self) -> bool:
+        return self.serving and not self.shut
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,11 @@ def answered(restart: Restart, node_id: str, answer: Answer, now_ms: int) -> Res
     return _failed(restart, turn, words, now_ms, may_revert=False)
 
 
+def within(drain_ms: int) -> str:
+    """In words; 1 ms is the wire's word for none, where 0 is the policy's own."""
+    return f"within {brief(drain_ms)}" if drain_ms > 1 else "at once"
+
+
 def settings_of(restart: Restart, turn: Turn) -> dict[str, str]:
     """What a worker is told: what was ordered, or where that is taken back what it ran by before."""
     if turn.reverting:
@@ -130,11 +142,16 @@ def looked_at(restart: Restart) -> frozenset[str]:
 
 
 def alone(node_id: str, sights: Sights) -> bool:
-    """Nobody else serves its model."""
+    """Nobody else serves its model, or nobody who gets requests."""
     mine = sights.get(node_id)
     return mine is not None and not any(
-        s.serving and s.model == mine.model and s.node_id != node_id for s in sights.values()
+        s.reached and s.model == mine.model and s.node_id != node_id for s in sights.values()
     )
+
+
+def why_shut(sights: Iterable[Sight]) -> list[str]:
+    """Of those that could serve and get no requests, the first few."""
+    return [f"{s.node_id} gets no requests: {s.shut}" for s in sights if s.serving and s.shut][:3]
 
 
 def _meant(r: Restart, turn: Turn) -> bool:
@@ -278,7 +295,7 @@ def _next(r: Restart, sights: Sights, now_ms: int) -> tuple[Restart, list[Turn]]
             told_before=turn.told_before if turn.reverting else s.told,
             p99_ms=s.p99_ms,
         )
-        r = r.turned(leaving).said(now_ms, f"{turn.node_id} is told to drain, within {brief(r.order.drain_ms)}")
+        r = r.turned(leaving).said(now_ms, f"{turn.node_id} is told to drain, {within(r.order.drain_ms)}")
         gone.append(leaving)
     if not why or any(t.step in UNDER_WAY for t in r.turns):
         return replace(r, waiting_ms=0), gone
@@ -304,16 +321,18 @@ def _kept(r: Restart, turn: Turn, sights: Sights, now_ms: int) -> str:
         return f"{turn.node_id} does not serve: it is {s.state.value}"
     away = {t.node_id for t in r.turns if t.step in UNDER_WAY and t.pool == s.pool} | _away(others, s.pool)
     if len(away) >= r.order.max_unavailable:
-        return f"{', '.join(sorted(away)[:3])} of pool {s.pool} are away or watched"
-    serve = [x for x in others if x.serving and x.model == s.model and (x.node_id not in own or _baked(r, x.node_id))]
+        words = f"{', '.join(sorted(away)[:3])} of pool {s.pool} are away or watched"
+        return "; ".join([words, *why_shut(x for x in others if x.node_id in away)])
+    serve = [x for x in others if x.reached and x.model == s.model and (x.node_id not in own or _baked(r, x.node_id))]
     if s.serving and not serve and not r.order.force:
-        return f"{turn.node_id} is the only worker that serves {s.model} now"
+        words = f"{turn.node_id} is the only worker that serves {s.model} now"
+        return "; ".join([words, *why_shut(x for x in others if x.model == s.model)])
     return ""
 
 
 def _away(others: Iterable[Sight], pool: str) -> set[str]:
     """Workers of the pool that serve nobody now, whoever sent them away."""
-    return {s.node_id for s in others if s.pool == pool and not s.serving and (s.connected or s.lost_ms < LOST_MS)}
+    return {s.node_id for s in others if s.pool == pool and not s.reached and (s.connected or s.lost_ms < LOST_MS)}
 
 
 def _baked(r: Restart, node_id: str) -> bool:

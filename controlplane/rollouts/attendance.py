@@ -64,12 +64,26 @@ class Attendance:
         found = ((name, one, seen.nodes.get(name)) for name, one in self._canaries.items())
         return tuple(name for name, one, n in found if n is not None and (n.out_of_memory_at or 0.0) > one.since)
 
+    def missing_rest(self, rest: Iterable[str], seen: Seen) -> str:
+        """Those of the rest who are to be there before all get the policy, in words: who served a moment ago, and who is the last of a pool and
+        model beside its canaries.
+        """
+        known = {name: one for name in rest if (one := self._rest.get(name)) is not None}
+        serving = _serving(known, seen)
+        lacking = {one.group for one in self._canaries.values()} - {None, *(known[name].group for name in serving)}
+        away = [
+            name
+            for name, one in known.items()
+            if name not in serving and (one.group in lacking or seen.now - one.here_at < LOST_S)
+        ]
+        return f"{_names(away)} of the rest not serving" if away else ""
+
     def missing(self, seen: Seen, paired: Collection[str]) -> str:
         """Canaries without whom nothing can be said of the policy, in words. `paired` are those that are compared with somebody.
 
         One that is gone for good is not waited for, where another of its pool and model serves.
         """
-        serving = {name for name in self._canaries if (n := seen.nodes.get(name)) is not None and serves(n)}
+        serving = _serving(self._canaries, seen)
         groups = {self._canaries[name].group for name in serving}
         away = [
             name
@@ -79,6 +93,10 @@ class Attendance:
         alone = [name for name in serving if name not in paired]
         words = [f"{_names(away)} not serving"] if away else []
         return "; ".join(words + ([f"{_names(alone)} without anybody to compare with"] if alone else []))
+
+
+def _serving(names: Iterable[str], seen: Seen) -> set[str]:
+    return {name for name in names if (n := seen.nodes.get(name)) is not None and serves(n)}
 
 
 def serves(n: NodeSeen) -> bool:

@@ -60,10 +60,12 @@ def widen(rollout_id: str, canaries: tuple[str, ...]) -> Build:
 
 
 def drop(rollout_id: str) -> Build:
-    """Canaries have what they had before."""
+    """Canaries have what they had before. No node is asked: one that can't do what it goes back to refuses that itself, and what was tried
+    must not stay for it.
+    """
 
     def build(document: Document, nodes: Iterable[Node], now_unix_ms: int) -> Draft:
-        return finished(document, _without(document, rollout_id), nodes, now_unix_ms)
+        return finished(document, _without(document, rollout_id), (), now_unix_ms)
 
     return build
 

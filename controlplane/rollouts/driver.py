@@ -1,7 +1,8 @@
 """The leader carries a rollout on: it looks at canaries and at the rest once a tick, and writes what the look came to under its lease.
 
 The policy is written first and the mark after it, so that whoever comes after a leader that died in between finds out from the policy what
-had been done. While the store is away nothing is decided: canaries keep what they have, and so does everybody else.
+had been done; the leader itself remembers what it decided until the mark says so. While the store is away nothing is decided: canaries keep
+what they have, and so does everybody else.
 """
 
 from __future__ import annotations
@@ -44,10 +45,21 @@ class RolloutDriver:
         self._watching: Watching | None = None
         self._saved_ms = 0
         self._looked: str | None = None
+        self._carried: Rollout | None = None
+        """At the last look."""
+        self._unsaid: Rollout | None = None
+        """What the policy has by this leader's word, and its mark does not say yet."""
 
     async def tick(self, lease: Lease, seen: Seen, policies: Policies) -> None:
         """One look. StoreUnavailable where it could not be written: the next tick looks again."""
-        r, now = self._keeper.live, self._now()
+        now = self._now()
+        r = self._keeper.live or await self._recovered(policies.document, now)
+        self._carried = r
+        unsaid, self._unsaid = self._unsaid, None
+        if r is not None and unsaid is not None and (unsaid.rollout_id, unsaid.version) == (r.rollout_id, r.version):
+            # Looked at anew it would only be seen that its part of the policy has gone, and no more why.
+            await self._say(unsaid)
+            return
         if r is None:
             self._watching = None
             await self._sweep(lease, policies.document)
@@ -68,10 +80,24 @@ class RolloutDriver:
             words = f"aborted: the policy does not take it: {e.message}"
             await self._write(r, r.ended(Stage.ABORTED, now, words), lease)
 
+    async def _recovered(self, document: Document, now: int) -> Rollout | None:
+        """The one that was carried on until now, back in the store, where that has lost it: it was emptied, or fell back to an older copy. One
+        that ended, or never was, has left nothing in the policy.
+        """
+        lost, left = self._carried, builds.overlay_of(document)
+        if lost is None or left is None or left.name != lost.rollout_id or self._keeper.knows(lost.rollout_id):
+            return None
+        return await self._keeper.save(lost.told(now, "the store had lost it, and has it again"))
+
     async def _write(self, r: Rollout, after: Rollout, lease: Lease) -> None:
         log.info("rollout", rollout=r.rollout_id, stage=after.stage.value, because=after.verdict)
         await apply(self._replica, self._nodes, after, author=AUTHOR, reason=_reason(after), lease=lease)
+        await self._say(after)
+
+    async def _say(self, after: Rollout) -> None:
+        self._unsaid = after
         await self._keeper.save(after)
+        self._unsaid = None
 
     async def _sweep(self, lease: Lease, document: Document) -> None:
         """What a rollout has left in the policy that has ended, or that nobody knows, is taken out."""

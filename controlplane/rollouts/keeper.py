@@ -43,6 +43,9 @@ class Keeper:
         """What this worker gets of new work, next to what it would get by itself."""
         return self._weights.get(node_id, 1.0)
 
+    def knows(self, rollout_id: str) -> bool:
+        return rollout_id in self._known
+
     async def look(self) -> None:
         """As the store has them now. StoreUnavailable where it does not say."""
         self._take(await self._store.marks())

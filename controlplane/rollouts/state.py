@@ -17,6 +17,8 @@ from trimtab.sequential import Odds, Sign
 from trimtab.snapshot import Scope, parse_scope
 
 PREFIX = "rollout/"
+UNWATCHED_MS = 15_000
+"""Between two looks that are further apart nobody watched. That a leader looks is written down every 5 s, and a dead one's lease lasts for 3."""
 LINES = 100
 """That are kept of one rollout, the newest."""
 
@@ -80,6 +82,8 @@ class Rollout:
     """`fields` are as people typed them, `before` as the scope had them then; `canaries` have them now.
 
     `began_unix_ms` is when this stage did, `extended` how often its bake was lengthened, `looks` how many looks in a row found them worse.
+    `looked_unix_ms` is when it was last looked at, 0 for never; `unwatched_ms` of this stage nobody watched, which is no bake: below 0 where
+    the clock was set back.
     """
 
     rollout_id: str
@@ -99,6 +103,8 @@ class Rollout:
     widened: int = 0
     extended: int = 0
     looks: int = 0
+    looked_unix_ms: int = 0
+    unwatched_ms: int = 0
     samples: tuple[int, int] = (0, 0)
     """First tokens in this stage, of canaries and of the rest."""
     verdict: str = ""
@@ -110,6 +116,21 @@ class Rollout:
     @property
     def live(self) -> bool:
         return self.stage in (Stage.BAKING, Stage.WIDENING)
+
+    @property
+    def baked_unix_ms(self) -> int:
+        """When its bake is over, so far as it goes on being watched."""
+        return self.began_unix_ms + 1000 * self.bake_s * (1 + self.extended) + self.unwatched_ms
+
+    def looked(self, now_unix_ms: int) -> Rollout:
+        """It is looked at now. What nobody watched before is told, and added to its bake, however long that was."""
+        away_ms = now_unix_ms - (self.looked_unix_ms or self.began_unix_ms)
+        if 0 <= away_ms <= UNWATCHED_MS:
+            return replace(self, looked_unix_ms=now_unix_ms)
+        after = replace(self, looked_unix_ms=now_unix_ms, unwatched_ms=self.unwatched_ms + away_ms)
+        if away_ms < 0:
+            return after
+        return after.told(now_unix_ms, f"nobody watched for {away_ms / 1000:.0f} s: it bakes for so much longer")
 
     def told(self, now_unix_ms: int, text: str, evidence: str = "") -> Rollout:
         lines = (*self.lines, Line(now_unix_ms, text, evidence))[-LINES:]
@@ -129,7 +150,8 @@ def encode(r: Rollout) -> bytes:
         "before": dict(r.before), "scope": str(r.scope), "canaries": r.canaries, "pending": r.pending,
         "weight": r.weight, "bake_s": r.bake_s, "started": r.started_unix_ms, "began": r.began_unix_ms,
         "stage": r.stage.value, "ended": r.ended_unix_ms, "widened": r.widened, "extended": r.extended,
-        "looks": r.looks, "samples": r.samples, "verdict": r.verdict, "version": r.version,
+        "looks": r.looks, "looked": r.looked_unix_ms, "unwatched": r.unwatched_ms, "samples": r.samples,
+        "verdict": r.verdict, "version": r.version,
         "lines": [(x.at_unix_ms, x.text, x.evidence) for x in r.lines],
         "measures": [(m.name, m.canary, m.rest, m.canary_n, m.rest_n, m.verdict.value) for m in r.measures],
         "odds": [r.wealth.firsts.logs, r.wealth.ends.logs, r.wealth.errors.logs],
@@ -157,6 +179,8 @@ def _decoded(said: Mapping[str, Any]) -> Rollout:
         parse_scope(str(said["scope"])), tuple(map(str, said["canaries"])), tuple(map(str, said["pending"])),
         float(said["weight"]), int(said["bake_s"]), int(said["started"]), int(said["began"]), Stage(said["stage"]),
         int(said["ended"]), int(said["widened"]), int(said["extended"]), int(said["looks"]),
+        # Older builds do not say these.
+        int(said.get("looked", 0)), int(said.get("unwatched", 0)),
         (int(said["samples"][0]), int(said["samples"][1])), str(said["verdict"]),
         tuple(Line(int(at), str(text), str(evidence)) for at, text, evidence in said["lines"]),
         tuple(Measure(str(n), c, r, int(cn), int(rn), Verdict(v)) for n, c, r, cn, rn, v in said["measures"]),

@@ -69,17 +69,20 @@ class Tally:
     _start: dict[str, int] = field(default_factory=dict)
     _closed: int = 0
     _firsts: tuple[int, int, int] = (0, 0, 0)
-    """(REALTIME, late, all) of windows that are closed."""
+    """(REALTIME, late, all) of windows that are closed, and of processes that ended."""
     _before: tuple[int, int, int] = (0, 0, 0)
     _waits: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WAITS))
     """(when, first tokens until then, REALTIME waiting)"""
     _reported_at: float = 0.0
     _waited: bool = False
     _done: int = 0
+    _incarnation: str = ""
 
     def look(self, n: NodeSeen, now: float) -> None:
         if self.since is None:
             self._begin(n)
+        elif n.incarnation != self._incarnation:
+            self._go_on(n)
         for w in n.windows:
             if w.number > self._closed:
                 self._closed = w.number
@@ -116,8 +119,17 @@ class Tally:
     def _begin(self, n: NodeSeen) -> None:
         self.since = self._closed = n.windows[-1].number if n.windows else 0
         self._before = self._of(_each(n))
+        self._incarnation = n.incarnation
         self._start = {name: n.totals.get(name, 0) for name in TOTALS}
         self._reported_at = n.joined_at if n.reported_at is None else n.reported_at
+
+    def _go_on(self, n: NodeSeen) -> None:
+        """Another process under its name has windows of its own, and nobody waits there for the last one. What was counted stays."""
+        self._incarnation = n.incarnation
+        self.since = self._closed = 0
+        self._firsts, self._before = (self.counts.firsts, self.counts.late, self.counts.samples), (0, 0, 0)
+        self._waits.clear()
+        self._reported_at, self._waited = n.joined_at, False
 
     def _total(self, n: NodeSeen) -> dict[str, int]:
         return {name: max(0, n.totals.get(name, 0) - self._start[name]) for name in TOTALS}

@@ -37,6 +37,7 @@ class Watching:
         mine = before if before is not None and before._bake[0] == r.rollout_id else None
         self._attendance: Attendance = mine._attendance if mine is not None else Attendance()
         self._waits_at: float | None = mine._waits_at if mine is not None else None
+        self._rest_waits_at: float | None = mine._rest_waits_at if mine is not None else None
         self._since = seen.now - (now_unix_ms - r.began_unix_ms) / 1000.0
         sides = _sides(r, seen, policies.document)
         self._paired = _paired(sides)
@@ -49,16 +50,18 @@ class Watching:
 
     def look(self, r: Rollout, seen: Seen, policies: Policies, now_unix_ms: int) -> Rollout:
         document = policies.document
+        r = r.looked(now_unix_ms)
         self._pair_anew(r, seen, policies)
         judgement = self._bench.look(seen, policies.spec(None).rollout)
         here, there = self._bench.compared
-        self._attendance.look(r.canaries, there, seen, self._since)
+        others = workers_of(seen, document, r)
+        rest = {*there, *r.pending, *(w.node_id for w in others)}.difference(r.canaries)
+        self._attendance.look(r.canaries, rest, seen, self._since)
         watched = [*here, *(name for name in r.canaries if name not in self._paired)]
         waits = self._attendance.missing(seen, self._paired)
-        if not waits or not seen.restarting.isdisjoint(r.canaries):
-            self._waits_at = None
-        elif self._waits_at is None:
-            self._waits_at = seen.now
+        rest_waits = self._attendance.missing_rest(rest, seen)
+        self._waits_at = _waits_at(self._waits_at, waits, r.canaries, seen)
+        self._rest_waits_at = _waits_at(self._rest_waits_at, rest_waits, rest, seen)
         present = builds.overlay_of(document, r.rollout_id) is not None
         facts = Facts(
             present=present or now_unix_ms - r.started_unix_ms < NEW_MS,
@@ -69,7 +72,9 @@ class Watching:
             out_of_memory=self._attendance.out_of_memory(seen),
             waits=waits,
             waits_s=0.0 if self._waits_at is None else seen.now - self._waits_at,
-            others=workers_of(seen, document, r),
+            rest_waits=rest_waits,
+            rest_waits_s=0.0 if self._rest_waits_at is None else seen.now - self._rest_waits_at,
+            others=others,
         )
         return advance(replace(r, wealth=self._bench.wealth), judgement, facts, now_unix_ms)
 
@@ -83,6 +88,13 @@ class Watching:
         if not serving & paired <= self._paired:
             self._paired = paired
             self._bench = _bench(replace(r, wealth=self._bench.wealth), sides, seen, policies, (0, 0))
+
+
+def _waits_at(before: float | None, waits: str, names: Iterable[str], seen: Seen) -> float | None:
+    """Since when they are waited for. For a rolling restart to bring them back nobody's patience runs out."""
+    if not waits or not seen.restarting.isdisjoint(names):
+        return None
+    return seen.now if before is None else before
 
 
 Sides = dict[Group, tuple[list[str], list[str]]]
@@ -123,7 +135,7 @@ def build_of(r: Rollout) -> spec.Build:
         case Stage.BAKING | Stage.WIDENING:
             return builds.widen(r.rollout_id, r.canaries)
         case Stage.ROLLED_BACK | Stage.ABORTED:
-            return builds.drop(r.rollout_id)
+            return _take_back(r)
 
 
 def _promote(r: Rollout) -> spec.Build:
@@ -136,6 +148,18 @@ def _promote(r: Rollout) -> spec.Build:
         if theirs := _changed(r, document):
             raise Conflict(f"rollout {r.rollout_id} is not promoted: {theirs}", metadata={"rollout": r.rollout_id})
         return spec.promote(r.rollout_id, r.fields, r.scope)(document, nodes, now_unix_ms)
+
+    return build
+
+
+def _take_back(r: Rollout) -> spec.Build:
+    """Refused where everybody has it, and only its mark does not say so yet: nothing would be taken back."""
+
+    def build(document: Document, nodes: Iterable[Node], now_unix_ms: int) -> spec.Draft:
+        if builds.overlay_of(document, r.rollout_id) is None and _all_have_it(r, document):
+            words = "everybody has it; set its fields back, or roll the policy back (trimtab policy rollback)"
+            raise Conflict(f"rollout {r.rollout_id} is promoted: {words}", metadata={"rollout": r.rollout_id})
+        return builds.drop(r.rollout_id)(document, nodes, now_unix_ms)
 
     return build
 

@@ -23,7 +23,7 @@ from services.batch.results import Results
 from services.gateway.openai_stream import Answer
 from trimtab.client import Client
 from trimtab.client_stream import is_lost, pause_ms
-from trimtab.errors import BackPressure, ClientFault, PermissionDenied, TrimtabError, Unauthenticated
+from trimtab.errors import BackPressure, ClientFault, NoWorker, PermissionDenied, TrimtabError, Unauthenticated
 from trimtab.messages import Accepted, Delta, Finish, TokenLogprobs, Usage
 
 MAX_FAULTS = 5
@@ -81,13 +81,27 @@ class Runner:
     """`until` is on the monotonic clock; `on_line` hears of every line that is safe on disk."""
 
     def __init__(
-        self, client: Client, results: Results, tally: Tally, *, until: float, on_line: Callable[[], None]
+        self,
+        client: Client,
+        results: Results,
+        tally: Tally,
+        *,
+        until: float,
+        on_line: Callable[[], None],
     ) -> None:
         self._client = client
         self._results = results
         self._tally = tally
         self._until = until
         self._on_line = on_line
+        self._unserved = ""
+
+    @property
+    def held_up(self) -> str:
+        """Why nothing goes on now, in words, as far as the last answers tell; empty while something does. It is tried again and again."""
+        if self._client.away:
+            return f"no gateway answers ({self._client.away})"
+        return f"no worker serves ({self._unserved})" if self._unserved else ""
 
     async def run(self, tasks: Iterator[Task], in_flight: int) -> None:
         """Raises what stops the whole: that the caller may not, that the disk is full, that the input has changed."""
@@ -120,6 +134,8 @@ class Runner:
                 faults += verdict is Next.COUNTED
                 if verdict is Next.STOP:
                     raise
+                if isinstance(e, NoWorker):
+                    self._unserved = e.message
                 late = time.monotonic() >= self._until
                 if verdict is Next.FAILED or (faults >= MAX_FAULTS and not late):
                     await self._results.add(lines.failed(task, request_id, e))
@@ -146,6 +162,7 @@ class Runner:
                 match event:
                     case Accepted(model=served):
                         model = served
+                        self._unserved = ""
                     case Delta(text=text, logprobs=more):
                         texts.append(text)
                         logprobs.extend(more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,9 @@ class Size:
     asynchronous: bool = False
 
 
-def scheduler(size: Size, directory: Path, *, ours: bool = True) -> Any:
-    """A scheduler of this size; its board is `directory`/board."""
+def scheduler(size: Size, directory: Path, *, ours: bool = True, specs: Sequence[Any] = ()) -> Any:
+    """A scheduler of this size; its board is `directory`/board. `specs` are the KV caches of its groups of layers, in vLLM's words; by
+    default there is one group, and it keeps all tokens."""
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -65,14 +67,17 @@ def scheduler(size: Size, directory: Path, *, ours: bool = True) -> Any:
     config.scheduler_config.async_scheduling = size.asynchronous
     config.cache_config.block_size = size.block_size
     config.cache_config.num_gpu_blocks = size.blocks
-    spec = FullAttentionSpec(block_size=size.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    specs = specs or [FullAttentionSpec(block_size=size.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)]
     kind = factory if ours else AsyncScheduler if size.asynchronous else Scheduler
     return kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=size.blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            num_blocks=size.blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)],
         ),
-        block_size=size.block_size,
+        block_size=math.lcm(*(spec.block_size for spec in specs)),
+        hash_block_size=math.gcd(*(spec.block_size for spec in specs)),
         log_stats=False,
         structured_output_manager=StructuredOutputManager(config),
     )

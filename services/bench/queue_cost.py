@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 from services.worker.gate import Gate, Ticket
+from trimtab.kv_shape import KvShape
 from trimtab.messages import Workload
 from trimtab.policy import Policy
 from trimtab.scheduling import Item, Memory, Planner, Rules
@@ -68,7 +69,7 @@ class PlannerCost:
     def __init__(self, waiting: int, seed: int) -> None:
         self._rng = random.Random(seed)
         self._planner = Planner(Rules.of(POLICY, Limits()))
-        self._memory = Memory(50_000, 60_000, 16)
+        self._memory = Memory(50_000, 60_000, KvShape.of(16))
         self._computed: dict[str, int] = {}
         self._number = 0
         self._now_ms = 1e6

@@ -30,6 +30,9 @@ DRILLS = {
     "leak": Drill("services.drill.leak", "KV blocks that nobody gives back: the worker is restarted"),
     "hang": Drill("services.drill.hang", "an engine that stops within a step: the worker is restarted", True),
     "oom": Drill("services.drill.oom", "an engine that runs out of memory, and one with too few KV blocks", True),
+    "exhaustion": Drill(
+        "services.drill.exhaustion", "a KV cache that holds a part of what is asked: fewer are let in, in time", True
+    ),
     "giants": Drill("services.drill.giants", "prompts of giant length in the mix: they are kept apart for a while"),
     "inversion": Drill("services.drill.inversion", "an engine that serves batch first: it is told its policy again"),
     "restart": Drill("services.drill.restart", "workers started anew one after another, with other settings", True),
@@ -48,7 +51,8 @@ V4 = "services.drill.giants_v4"
 @click.option("--real", metavar="N", type=click.IntRange(0), default=0,
               help="N streams on real engines too: vLLM in float32. Minutes more, whatever --quick says.")  # fmt: skip
 @click.option("--vllm/--no-vllm", "vllm", default=None,
-              help="Whether vLLM is struck too (hang, hosts, oom, restart). [default: no; of oom yes, where vLLM is installed]")  # fmt: skip
+              help="Whether vLLM is struck too (exhaustion, hang, hosts, oom, restart). "
+              "[default: no; of oom yes, where vLLM is installed]")  # fmt: skip
 @click.option(
     "--v4", is_flag=True, help="giants: on vLLM instead, with one giant for a model of DeepSeek-V4's architecture."
 )

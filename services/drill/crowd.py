@@ -28,6 +28,8 @@ class Crowd:
         """The last stream of each case."""
         self.gaps: list[tuple[float, float]] = []
         """Of each stream that was not lost: when it was asked for, of the monotonic clock, and the longest time between two of its tokens."""
+        self.waits: list[tuple[float, float]] = []
+        """Of each stream that had a token: when it was asked for, and the seconds until its first one."""
         self._gateways = gateways
         self._cases = cases
         self._right = right
@@ -53,6 +55,8 @@ class Crowd:
         seen = await door.ask(case.request(), DEADLINE_S)
         if not seen.lost:
             self.gaps.append((begun, seen.gap_s))
+        if seen.first is not None:
+            self.waits.append((begun, seen.first - begun))
         self.seen[index] = seen
         self.outcomes.append(outcome(index, seen, self._right[index] if self._right else None))
         if seen.lost:

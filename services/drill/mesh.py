@@ -114,7 +114,7 @@ class Worker:
 async def frozen(pid: int) -> AsyncIterator[None]:
     """Stopped within the block. Should this process die in it, the other one is thawed all the same, and can end with its parent."""
     guard = await asyncio.create_subprocess_exec(
-        "/bin/sh", "-c", f"read _; kill -CONT {pid}", stdin=asyncio.subprocess.PIPE, start_new_session=True
+        "/bin/sh", "-c", f"read _; kill -CONT {pid} 2>/dev/null", stdin=asyncio.subprocess.PIPE, start_new_session=True
     )
     try:
         os.kill(pid, signal.SIGSTOP)

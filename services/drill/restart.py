@@ -37,7 +37,7 @@ DEAD_STARTS = 2
 VERB_S = 240.0
 REAL_VERB_S = 560.0
 LOOK_S = 0.1
-VERB = ("-m", "trimtab_cli", "rollout", "restart")
+VERB = ("-m", "trimtab_cli", "rollout", "restart", "--yes")
 AUTHOR = "trimtab drill"
 
 
@@ -165,11 +165,11 @@ async def refused(s: Stand, wanted: Plan, trials: list[Trial]) -> None:
     trials.append(trial)
     before = await _incarnations(s)
     async with s.load(trial):
-        over = await restart(s, wanted, {"worker.max_num_seq": "8"}, VERB_S)
+        over = await restart(s, wanted, {"worker.max_num_seqs": "0"}, VERB_S)
     trial.did = f"{over['stage']}: {over['verdict']}"
     trial.more += [
         present(trial, "stopped", over["stage"] == "stopped"),
-        present(trial, "says_what_was_meant", "did you mean max_num_seqs" in over["verdict"]),
+        present(trial, "says_what_is_wrong", "max_num_seqs must be at least 1" in over["verdict"]),
         present(trial, "nothing_happened", await _incarnations(s) == before),
     ]
 

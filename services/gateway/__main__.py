@@ -31,12 +31,15 @@ from services.gateway.endpoints import Endpoints
 from services.gateway.http_server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import OpenAiDoor
+from services.gateway.processes import supervise
 from services.gateway.settings import GatewaySettings
+from services.gateway.siblings import Siblings
 from services.gateway.tenants import Tenants
 from trimtab import scheduling
 from trimtab.breaking import Trip
 from trimtab.errors import Draining
 from trimtab.kit import config, notify, process, rpc, telemetry
+from trimtab.kit.config import host_port
 from trimtab.kit.tasks import vital
 from trimtab.kit.tls import check_own, tls_of, warn
 from trimtab.messages import Workload
@@ -48,6 +51,8 @@ log = structlog.get_logger(__name__)
 EXIT_USAGE = 2
 HEALTH_INTERVAL_S = 0.2
 LOOK_S = 0.05
+LINKED_S = 3.0
+"""What one of several processes waits for a worker before it listens."""
 
 
 class Gateway:
@@ -58,22 +63,24 @@ class Gateway:
         self.settings = s
         self._on_failure = on_failure
         self.metrics = GatewayMetrics()
-        self.keeper = PolicyKeeper(Node(s.node_id), self._obey, state / f"policy-{s.node_id}.json")
+        self.keeper = PolicyKeeper(Node(s.name), self._obey, state / f"policy-{s.name}.json")
         self.endpoints = Endpoints(
-            s.node_id,
+            s.name,
             s.workers,
-            cache=state / f"fleet-{s.node_id}.binpb",
+            cache=state / f"fleet-{s.name}.binpb",
             on_dropped=self.metrics.dropped,
             on_moved=lambda endpoint: self.dispatch.moved(endpoint),
             on_tripped=self._tell_trip,
             rules=lambda: self.policy.breaker,
             isolates=self._isolates,
+            gateways=s.processes,
         )
         self.admission = Admission(
             lambda: self.policy,
             self.metrics,
             serving=self._serving_now,
             realtime_use=self._realtime_use,
+            gateways=lambda: self.endpoints.census.gateways,
         )
         self.dispatch = Dispatch(
             self.endpoints,
@@ -87,7 +94,8 @@ class Gateway:
         self._looked_at, self._used, self._serving = 0.0, 0.0, 0
         self.metrics.watch(self.admission.in_flight, lambda: self.endpoints.links_up, self.admission.gauges)
         self.health = aio.HealthServicer()
-        self.grpc = grpc.aio.server(options=rpc.CLIENT_DOOR_OPTIONS)
+        shares = s.process is not None
+        self.grpc = grpc.aio.server(options=rpc.sharing(rpc.CLIENT_DOOR_OPTIONS) if shares else rpc.CLIENT_DOOR_OPTIONS)
         denials = Denials(self.metrics)
         keys = Path(s.keys) if s.keys else None
         self.tenants = Tenants(keys, denials, mesh=s.mesh, by_certificate=s.asks_for_certificates)
@@ -100,15 +108,22 @@ class Gateway:
             tls=tls_of(s, s.mesh),
             clients_need_one=s.client_certs,
             denials=denials,
+            shares=shares,
         )
+        self._siblings: Siblings | None = None
+        if s.process is not None:
+            self._siblings = Siblings(Path(s.siblings), s.process, s.processes, self.metrics.text)
+            self.metrics.scraped = self._siblings.text
         self._background: list[asyncio.Task[None]] = []
         self.grpc_port = 0
 
     async def start(self) -> None:
-        """PortTaken when a port is; nothing is left running then."""
-        tls = tls_of(self.settings, self.settings.mesh)
-        self.grpc_port = rpc.bind(self.grpc, self.settings.listen, tls, clients_need_one=self.settings.client_certs)
-        await self.http.start()
+        """PortTaken when a port is; nothing is left running then. One of several processes takes no connection before it can do something
+        with it: the others take them, and a client's channel stays where it got.
+        """
+        shares = self._siblings is not None
+        if not shares:
+            await self._listen()
         await self.keeper.start()
         self.endpoints.start()
         inference = grpc_door.register(self.dispatch, self.tenants, self.coalescer, self.grpc)
@@ -119,14 +134,6 @@ class Gateway:
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(names, self.grpc)
-        me = Identification(
-            self.settings.node_id,
-            f"{self.settings.listen.rsplit(':', 1)[0]}:{self.grpc_port}",
-            f"{self.settings.http.rsplit(':', 1)[0]}:{self.http.port}",
-            self.keeper,
-            self.admission,
-            self.metrics,
-        )
         self._background = [
             vital(self._publish_health(("", inference)), "health", self._on_failure),
             vital(self.admission.watch_readers(), "stuck readers", self._on_failure),
@@ -136,18 +143,49 @@ class Gateway:
         if self.coalescer.wanted:
             self._background.append(vital(self.coalescer.watch(), "loop lag", self._on_failure))
         if self.settings.control:
-            link = ControlLink(
-                self.settings.control,
-                me.hello,
-                me.report,
-                on_push=self.keeper.on_push,
-                on_fleet=self.endpoints.on_fleet,
-                on_unsent=self.metrics.intervals.give_back,
-            )
-            self._link = link
-            self.endpoints.control_connected = lambda: link.connected
-            self._background.append(vital(link.run(), "control link", self._on_failure))
+            self._report()
+        if shares:
+            await self._linked()
+            await self._listen()
         await self.grpc.start()
+        if self._siblings is not None:
+            await self._siblings.start()
+
+    async def _listen(self) -> None:
+        tls = tls_of(self.settings, self.settings.mesh)
+        self.grpc_port = rpc.bind(self.grpc, self.settings.listen, tls, clients_need_one=self.settings.client_certs)
+        await self.http.start()
+
+    async def _linked(self) -> None:
+        """Until it can serve, or until it is no use to wait longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINKED_S):
+                while not self.endpoints.can_serve:
+                    await asyncio.sleep(LOOK_S)
+
+    def _report(self) -> None:
+        """To the control plane, from now on. Of several processes the ports are known before they listen."""
+        host, port = host_port(self.settings.listen)
+        http_host, http_port = host_port(self.settings.http)
+        me = Identification(
+            self.settings.name,
+            f"{host}:{self.grpc_port or port}",
+            f"{http_host}:{self.http.port or http_port}",
+            self.keeper,
+            self.admission,
+            self.metrics,
+        )
+        link = ControlLink(
+            self.settings.control,
+            me.hello,
+            me.report,
+            on_push=self.keeper.on_push,
+            on_fleet=self.endpoints.on_fleet,
+            on_unsent=self.metrics.intervals.give_back,
+        )
+        self._link = link
+        self.endpoints.control_connected = lambda: link.connected
+        self._background.append(vital(link.run(), "control link", self._on_failure))
 
     @property
     def policy(self) -> Policy:
@@ -201,6 +239,8 @@ class Gateway:
     async def stop(self) -> None:
         for task in self._background:
             await rpc.cancel_and_wait(task)
+        if self._siblings is not None:
+            await self._siblings.stop()
         await self.http.stop()
         await self.grpc.stop(0.5)
         await self.endpoints.close()
@@ -235,14 +275,14 @@ async def serve(s: GatewaySettings) -> int:
     gateway = Gateway(s, fail)
     await gateway.start()
     pings = vital(notifier.pings(), "watchdog", fail)
-    log.info("gateway ready", node=s.node_id, listen=s.listen, http=s.http)
+    log.info("gateway ready", node=s.name, listen=s.listen, http=s.http)
     notifier.ready(f"gRPC {s.listen}, HTTP {s.http}")
     await stopping.wait()
     notifier.stopping("draining")
     await gateway.drain()
     await gateway.stop()
     await rpc.cancel_and_wait(pings)
-    log.info("gateway stopped", node=s.node_id)
+    log.info("gateway stopped", node=s.name)
     return int(failed)
 
 
@@ -260,18 +300,19 @@ def main(config_file: str | None, **flags: Any) -> None:
         sys.exit(EXIT_USAGE)
     if s.parent_pid is not None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
-    telemetry.setup_logging(f"gateway {s.node_id}", level=s.log_level)
+    telemetry.setup_logging(f"gateway {s.name}", level=s.log_level)
     rpc.use_tls(tls)
     warn((s.listen, s.http), tls)
-    provider = telemetry.setup_tracing(f"gateway-{s.node_id}", process.state_dir(s.mesh))
+    provider = telemetry.setup_tracing(f"gateway-{s.name}", process.state_dir(s.mesh))
     code = 0
     try:
-        code = uvloop.run(serve(s))
+        alone = s.processes == 1 or s.process is not None
+        code = uvloop.run(serve(s) if alone else supervise(s, sys.argv[1:]))
     except config.ConfigError as e:
         click.echo("\n".join(e.faults), err=True)
         code = EXIT_USAGE
     except rpc.PortTaken as e:
-        click.echo(f"gateway {s.node_id}: {e}", err=True)
+        click.echo(f"gateway {s.name}: {e}", err=True)
         code = EXIT_USAGE
     finally:
         provider.shutdown()

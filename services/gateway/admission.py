@@ -2,7 +2,9 @@
 
 A request has its place from `enter` to `leave`, which is when its stream has truly ended. The bound is on requests that no worker has accepted
 yet: REALTIME is handed to a worker at once, so more than a few of them means that the workers don't answer; BATCH waits here for its turn.
-When there is too much, cold BATCH goes first, then a REALTIME request gets less output than it asked for, and only then it is refused.
+Of what a tenant may in the whole mesh, and of the BATCH requests that may wait in all gateways, each gateway lets in its part
+(docs/decisions/0020). When there is too much, cold BATCH goes first, then a REALTIME request gets less output than it asked for, and only
+then it is refused.
 While the mesh is degraded (`degraded.state`) there is no cold BATCH at all, and less output for everybody.
 """
 
@@ -71,13 +73,17 @@ class Admission:
         stall_s: float = STALL_S,
         serving: Callable[[], int] = lambda: 1,
         realtime_use: Callable[[], float] = lambda: 0.0,
+        gateways: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`serving` counts the workers that serve now; `realtime_use` is the part of its REALTIME queue that the least used one has taken."""
+        """`serving` counts the workers that serve now, `gateways` those that share limits, this one among them; `realtime_use` is the part of
+        its REALTIME queue that the least used worker has taken.
+        """
         self._policy = policy
         self._metrics = metrics or GatewayMetrics()
         self.stall_s = stall_s
         self._serving = serving
         self._realtime_use = realtime_use
+        self._gateways = gateways
         self.draining = False
         self.live: dict[str, Admitted] = {}
         self.unaccepted = dict.fromkeys(Workload, 0)
@@ -111,11 +117,14 @@ class Admission:
             raise PermissionDenied(f"tenant {who.name!r} may not send REALTIME requests; send it as BATCH")
         self._bounded(call)
         if workload is Workload.REALTIME and not self.may_start(who.name, who.share):
-            raise self._refused(call, "share", f"tenant {who.name!r} has its share of the slots ({who.share:g})")
+            text = f"tenant {who.name!r} has its share of the slots ({who.share:g}{self._divided()})"
+            raise self._refused(call, "share", text)
         if not call.resumed:
             self._degrade(call)
-            # What a client goes on with was weighed, and paid for, when it began.
             self._spend(call)
+        elif before is None:
+            # It may have been weighed and paid for at another gateway, which nobody here can tell from one that says so.
+            self._spend(call, ahead_s=tenant.RESUMED_S)
         self.live[call.request_id] = call
         self.unaccepted[workload] += 1
         if workload is Workload.BATCH and call.cold:
@@ -139,7 +148,7 @@ class Admission:
             share = self._shares.get(name, 1.0)
         if share >= 1.0:
             return wanted
-        slots = max(1, int(share * self._serving() * self._policy().batch.active))
+        slots = tenant.slots_part(share, self._serving() * self._policy().batch.active, self._gateways())
         return min(wanted, max(0, slots - self._taken.get(name, 0)))
 
     def has_started(self, request_id: str) -> bool:
@@ -164,7 +173,9 @@ class Admission:
             self.idle.set()
 
     def _bounded(self, call: Admitted) -> None:
-        """Those that workers may take up at once, and those beyond: the same two bounds that a worker has."""
+        """Those that workers may take up at once, and those beyond: the same two bounds that a worker has. Of BATCH, which waits in gateways, a
+        gateway holds its part of those beyond; REALTIME waits at workers, which bound what comes from all gateways by themselves.
+        """
         policy, workload = self._policy(), call.workload
         shed = policy.admission.shed
         if workload is Workload.BATCH and call.cold and policy.degraded.state == Degraded.DEGRADED:
@@ -172,6 +183,8 @@ class Admission:
         if workload is Workload.BATCH and (shed == Shed.BATCH or (shed == Shed.COLD and call.cold)):
             raise self._refused(call, "shed", f"{shed} requests are not taken now (admission.shed)")
         queue = scheduling.queue_bound(policy, workload)
+        if workload is Workload.BATCH:
+            queue = tenant.queue_part(queue, self._gateways())
         bound = scheduling.handover_bound(policy, workload) + queue
         if self.unaccepted[workload] >= bound:
             words = f"{bound} {workload.value} requests wait here for a worker to accept them: try again later, or add workers"
@@ -195,9 +208,9 @@ class Admission:
             call.cap(*min(caps))
             self._metrics.shed(call.workload.value, "capped")
 
-    def _spend(self, call: Admitted) -> None:
+    def _spend(self, call: Admitted, *, ahead_s: float = 0.0) -> None:
         """Of the tenant's rates: requests, and tokens that it may cost at most. What one of them refuses costs nothing of the other."""
-        who, now = call.tenant, time.monotonic()
+        who, now, gateways = call.tenant, time.monotonic(), self._gateways()
         spent: list[tuple[dict[str, Bucket], Bucket]] = []
         for buckets, rate, cost, what in (
             (self._requests, who.requests_per_s, 1.0, "requests_per_s"),
@@ -205,13 +218,18 @@ class Admission:
         ):
             if rate is None:
                 continue
-            bucket, wait_s = tenant.spend(buckets.get(who.name), rate, cost, now)
+            bucket, wait_s = tenant.spend(buckets.get(who.name), rate / gateways, cost, now, ahead_s=ahead_s)
             if wait_s > 0.0:
-                text = f"tenant {who.name!r} is above its {what} ({rate:g})"
+                text = f"tenant {who.name!r} is above its {what} ({rate:g}{self._divided()})"
                 raise self._refused(call, "rate", text, retry_after_ms=int(wait_s * 1000.0) + 1)
             spent.append((buckets, bucket))
         for buckets, bucket in spent:
             buckets[who.name] = bucket
+
+    def _divided(self) -> str:
+        """Of a limit, what else is true of it here."""
+        n = self._gateways()
+        return "" if n == 1 else f" in the mesh, and here its part of {n} gateways"
 
     def _refused(
         self, call: Admitted, why: str, text: str, bound: int | None = None, *, retry_after_ms: int | None = None

@@ -101,7 +101,7 @@ class Call:
         self._given_up = False
         self.handed_over_at: float | None = None
         """When the reader got what it is busy with; None while it waits here."""
-        self._unread_tokens = 0
+        self._unread_tokens = self._cap = 0
         self._to_say: list[inference_pb2.GenerateResponse] = []
         """Notices of this gateway's own, which wait for the stream's next word."""
 
@@ -120,8 +120,8 @@ class Call:
 
     @property
     def resumed(self) -> bool:
-        """Its client goes on with what it got elsewhere."""
-        return self._request.resume is not None
+        """Its client goes on with what it got elsewhere; of nothing, it begins anew."""
+        return self._delivered.before
 
     @property
     def tokens(self) -> int:
@@ -183,7 +183,7 @@ class Call:
         asked = self._pb.sampling.max_tokens if self._pb.sampling.HasField("max_tokens") else None
         if asked is not None and asked <= max_tokens:
             return
-        self._pb.sampling.max_tokens = max_tokens
+        self._cap = max_tokens
         self._to_say.append(notices.capped(max_tokens, because))
 
     def _admit(self) -> None:
@@ -252,13 +252,14 @@ class Call:
                 timeout_ms=max(1, int((self._deadline - now) * 1000.0)),
                 traceparent=telemetry.traceparent(span),
                 age_ms=int((now - self._account.started) * 1000.0),
+                cap=self._cap,
                 tokens=self.prompt_tokens + index,
             )
         except TrimtabError:
             span.end()
             raise
         if pick.probe:
-            endpoint.guard.probing()
+            endpoint.guard.probing(now * 1000.0)
         self._dispatch.admission.started(self)
         return Attempt(endpoint, stream, span, self._dispatch.observe, probe=pick.probe, index=index)
 
@@ -310,19 +311,21 @@ class Call:
 
     def _note_accepted(self, event: inference_pb2.GenerateResponse) -> list[inference_pb2.GenerateResponse]:
         """The client hears of the first worker; of another one only when it goes on with a stream that had begun."""
-        accepted, first = event.accepted, self._unaccepted
+        accepted, first, told = event.accepted, self._unaccepted, self._delivered.prompt_digest
         if first:
             self._mark_accepted()
             self._dispatch.learn(self._request, accepted.prompt_tokens)
             self.prompt_tokens = accepted.prompt_tokens
         self._standing = dataclasses.replace(self._standing, accepted=True, resumable=accepted.resumable)
-        self._delivered.prompt_digest = self._delivered.prompt_digest or accepted.prompt_digest
+        if not self._delivered.next_index:
+            # Of the prompt as that worker has it whose tokens come: another one may have had it otherwise.
+            self._delivered.prompt_digest = accepted.prompt_digest
         self._account.prompt_tokens, self._account.worker = accepted.prompt_tokens, accepted.worker_id
         if first:
             said, self._to_say = self._to_say, []
             return [event, *said]
         if not self._delivered.next_index:
-            return []
+            return [event] if told != accepted.prompt_digest else []
         because = self._fault.message if self._fault else "its worker left"
         return [notices.resumed(self._delivered.next_index, accepted.worker_id, because)]
 

@@ -16,6 +16,8 @@ class Delivered:
         self.text_bytes = before.text_bytes if before else 0
         self.prompt_digest = before.prompt_digest if before else b""
         self._attempts_before = before.attempt if before else 0
+        self.before = self.text_bytes > 0 or len(self.token_ids) > 0
+        """Whether there was any."""
 
     @property
     def next_index(self) -> int:

@@ -15,7 +15,7 @@ from services.gateway.admission import Admission
 from services.gateway.call import Call
 from services.gateway.endpoint import Endpoint
 from services.gateway.endpoints import Endpoints
-from services.gateway.line import Line
+from services.gateway.line import EVERYBODY, Line
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quarantine import Quarantine
 from services.gateway.search import Kind
@@ -78,7 +78,7 @@ class Dispatch:
     def pick(self, model: str, want: routing.Want) -> tuple[Endpoint, routing.Pick]:
         """A worker for it; see `routing.pick`."""
         workers = self.endpoints.workers(model)
-        draw = [random.random() for _ in range(routing.TRIES if len(workers.endpoints) > routing.SCANNED else 1)]
+        draw = [random.random() for _ in range(routing.draws(len(workers.endpoints)))]
         view = workers.seen(want.workload, time.monotonic() * 1000.0)
         pick = routing.pick(view, want, draw, workers.ring)
         return workers.by_id[pick.node_id], pick
@@ -99,6 +99,8 @@ class Dispatch:
     ) -> bool:
         """In the line for a worker of this model; see `Line.wait`."""
         line = self._lines.setdefault((workload, model), Line())
+        if workload is Workload.BATCH and not line:
+            asyncio.get_running_loop().call_soon(self._tell_all, model)
         try:
             return await line.wait(place, kind, woken, within_s)
         finally:
@@ -114,6 +116,8 @@ class Dispatch:
             line = self._lines.get((workload, endpoint.model))
             if line and (room := endpoint.room(workload)) > 0:
                 line.serve(room, functools.partial(self._quota, endpoint, workload, room))
+        if not endpoint.told_wants:
+            endpoint.tell_wants(self._wanted(endpoint))
 
     def _quota(self, endpoint: Endpoint, workload: Workload, room: int, kind: Kind) -> int:
         """How many of this kind it may be given now, of `room`."""
@@ -121,12 +125,26 @@ class Dispatch:
             return 0
         return room if workload is Workload.REALTIME or kind.tenant is None else self.admission.left(kind.tenant, room)
 
+    def _wanted(self, endpoint: Endpoint) -> int:
+        """BATCH requests that wait here and that this worker could take, were there room."""
+        line = self._lines.get((Workload.BATCH, endpoint.model))
+        if not line or endpoint.guard.gate(time.monotonic() * 1000.0) is breaking.Gate.SHUT:
+            return 0
+        return line.able(functools.partial(self._quota, endpoint, Workload.BATCH, EVERYBODY))
+
+    def _tell_all(self, model: str) -> None:
+        """Somebody begins to wait where nobody did."""
+        for endpoint in self.endpoints.serving():
+            if endpoint.model == model:
+                endpoint.tell_wants(self._wanted(endpoint))
+
     async def sweep(self) -> None:
         """For the life of the process: some things change without a word, such as a breaker's time or a tenant's share."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for endpoint in self.endpoints.serving():
                 self.moved(endpoint)
+                endpoint.tell_wants(self._wanted(endpoint))
 
     def observe(self, endpoint: Endpoint, outcome: Outcome, probe: bool, ttft_ms: float | None) -> None:
         """An attempt ended there: see `Attempt`."""

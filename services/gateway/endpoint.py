@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import structlog
 
 from services.gateway.guard import Guard
+from services.gateway.link_end import why_ended
 from services.gateway.stream import Stream
 from trimtab import codec, resuming
 from trimtab.breaking import Trip
@@ -81,6 +81,8 @@ class Endpoint:
         self.hung = self.draining = False
         """As it says itself."""
         self.guard = Guard(node_id, rules, lambda trip: on_tripped(self, trip))
+        self.told_wants = 0
+        """BATCH requests that wait here for it, as the worker knows."""
         self.sent_tokens = 0
         """Of prompts that have given no token yet, as estimated."""
         self.model = model
@@ -97,6 +99,7 @@ class Endpoint:
         self._on_dropped = on_dropped
         self._on_moved = on_moved
         self._starts_sent = self._starts_seen = 0
+        self._hears_wants = False
         self._open()
         self._streams: dict[str, Stream] = {}
         self._outgoing: asyncio.Queue[inference_pb2.AttachRequest] = asyncio.Queue()
@@ -124,19 +127,9 @@ class Endpoint:
 
     def candidate(self, workload: Workload, now_ms: float) -> Candidate:
         return Candidate(
-            self.node_id,
-            self.life,
-            self.serving,
-            self.load,
-            len(self._streams),
-            self.sent_tokens,
-            self.guard.gate(now_ms),
-            self.room(workload),
-            self.isolates,
-            self.guard.retry_after_ms(now_ms),
-            self.guard.doubtful(now_ms),
-            self.weight,
-        )
+            self.node_id, self.life, self.serving, self.load, len(self._streams), self.sent_tokens, self.guard.gate(now_ms),
+            self.room(workload), self.isolates, self.guard.retry_after_ms(now_ms), self.guard.doubtful(now_ms), self.weight,
+        )  # fmt: skip
 
     def open(
         self,
@@ -146,9 +139,11 @@ class Endpoint:
         timeout_ms: int,
         traceparent: str,
         age_ms: int = 0,
+        cap: int = 0,
         tokens: int = 0,
     ) -> Stream:
-        """Send a request. `timeout_ms` is what is left of its time, `age_ms` what it has waited, `tokens` its prompt's, as estimated."""
+        """Send a request. `timeout_ms` is what is left of its time, `age_ms` what it has waited, `cap` the most that
+        it gets of output tokens (0: as it asks), `tokens` its prompt's, as estimated."""
         if self.state is not LinkState.UP:
             raise EngineDead(f"the link to worker {self.node_id} is down: {self.why_down}")
         if request.ByteSize() > rpc.MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
@@ -158,6 +153,7 @@ class Endpoint:
         self._streams[request.request_id] = stream
         self.sent_tokens += tokens
         self._starts_sent += 1
+        self.told_wants -= self.told_wants > 0 and request.workload == inference_pb2.WORKLOAD_BATCH
         self._idle.clear()
         self.send(
             inference_pb2.AttachRequest(
@@ -169,6 +165,7 @@ class Endpoint:
                     traceparent=traceparent,
                     window=WINDOW_TOKENS,
                     age_ms=age_ms,
+                    output_cap=cap,
                 )
             )
         )
@@ -182,6 +179,12 @@ class Endpoint:
             self._fatal.set_result("it reads nothing from its link")
             return
         self._outgoing.put_nowait(message)
+
+    def tell_wants(self, batch: int) -> None:
+        """So many BATCH requests wait here that it could take. Workers that don't divide what is free are told nothing."""
+        if self._hears_wants and batch != self.told_wants:
+            self.told_wants = batch
+            self.send(inference_pb2.AttachRequest(wants=inference_pb2.Wants(batch=batch)))
 
     def leave(self, stream: Stream, *, superseded: bool) -> None:
         if self._streams.get(stream.request_id) is not stream:
@@ -206,7 +209,11 @@ class Endpoint:
         backoff = BACKOFF_S
         try:
             while not self.retiring:
-                was_up = await self._session()
+                try:
+                    was_up = await self._session()
+                except Exception:  # a worker without a link is lost to this gateway: the next session may do better
+                    was_up = False
+                    log.exception("link failed", worker=self.node_id)
                 if not was_up:
                     await self._open_anew()
                 backoff = BACKOFF_S if was_up else min(MAX_BACKOFF_S, backoff * 2)
@@ -243,7 +250,7 @@ class Endpoint:
         fatal: asyncio.Future[str] = loop.create_future()
         self._fatal = fatal
         self._outgoing = asyncio.Queue()
-        self._silent_ticks = self._starts_sent = self._starts_seen = 0
+        self._silent_ticks = self._starts_sent = self._starts_seen = self.told_wants = 0
         watchdog = loop.call_later(SILENCE_TICK_S, self._tick, fatal)
         call = self._stub.Attach()
         work = [
@@ -255,7 +262,7 @@ class Endpoint:
             ends: list[asyncio.Future[Any]] = [*work, fatal]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             was_up = self.state is LinkState.UP
-            self._down(fatal.result() if fatal.done() else _why(work))
+            self._down(fatal.result() if fatal.done() else why_ended(work))
         finally:
             self._fatal = None
             watchdog.cancel()
@@ -275,7 +282,8 @@ class Endpoint:
         asyncio.get_running_loop().call_later(SILENCE_TICK_S, self._tick, fatal)
 
     async def _write(self, call: Any, outgoing: asyncio.Queue[inference_pb2.AttachRequest]) -> None:
-        await call.write(inference_pb2.AttachRequest(hello=inference_pb2.AttachHello(gateway_id=self._gateway_id)))
+        hello = inference_pb2.AttachHello(gateway_id=self._gateway_id, tells_wants=True)
+        await call.write(inference_pb2.AttachRequest(hello=hello))
         while True:
             await call.write(await outgoing.get())
 
@@ -292,6 +300,7 @@ class Endpoint:
             self.load = codec.decode_load(step.load)
             self.credits = step.credits if step.HasField("credits") else None
             # A worker that does not count them has seen all.
+            self._hears_wants = step.hears_wants
             self._starts_seen = step.starts if step.HasField("starts") else self._starts_sent
             if self.state is LinkState.CONNECTING:
                 self.state = LinkState.UP
@@ -383,15 +392,3 @@ class Endpoint:
             stream.ended, stream.tokens = True, 0
             stream.fail(EngineDead(f"the link to worker {self.node_id} died: {why}"))
         self._on_moved(self)
-
-
-def _why(tasks: list[asyncio.Task[None]]) -> str:
-    """What ended a link, in words."""
-    for task in tasks:
-        error = task.exception() if task.done() and not task.cancelled() else None
-        if isinstance(error, grpc.aio.AioRpcError):
-            said = error.details() or ""
-            return f"{error.code().name}: {rpc.tls_fault(said, 'worker') or said}"
-        if error is not None:
-            return str(error) or type(error).__name__
-    return "the worker closed it"

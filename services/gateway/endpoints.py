@@ -1,7 +1,8 @@
 """The workers that this gateway knows: named by the control plane's FleetView, or static.
 
 Losing the control plane freezes membership; the last view is on disk, so a gateway that starts without one serves. A worker that is gone from
-the view gets no new requests, and what runs there goes on. Identity is the incarnation, not the address: a restarted worker is a new one.
+the view gets no new requests, and what runs there goes on; its model is known for hours yet. Identity is the incarnation, not the address: a
+restarted worker is a new one.
 Once this gateway's certificate was renewed each worker gets a second link that shows it. New requests go there as soon as it is up; the
 first link ends with the last request on it.
 """
@@ -16,8 +17,9 @@ from pathlib import Path
 import structlog
 from google.protobuf.message import DecodeError
 
+from services.gateway.census import Census
 from services.gateway.endpoint import Endpoint, LinkState
-from services.gateway.fleet import Workers
+from services.gateway.fleet import Remembered, Workers
 from trimtab import breaking, codec
 from trimtab.errors import ModelNotFound, NoWorker
 from trimtab.kit import rpc
@@ -29,10 +31,14 @@ from trimtab.v1 import control_pb2
 log = structlog.get_logger(__name__)
 
 LEAVE_GRACE_S = 5.0
-"""A worker absent from a view for less than this keeps its place: after a restart of the control plane the view fills again one by one."""
+"""A worker absent from a view for less than this keeps its place, and so does a gateway: after a restart of the control plane the view fills
+again one by one."""
 
 PEERS_MS = 1000.0
 """A pool's medians are looked up so often: a request's end costs the same among a thousand workers as among two."""
+
+LIVES = 1 << 20
+"""A worker's link has fewer of them: no two links of one node have a life in common, so that a new process was tried by nobody."""
 
 Key = tuple[str, str]
 """(node id, incarnation); a static worker has its address and no incarnation."""
@@ -53,8 +59,11 @@ class Endpoints:
         rules: Callable[[], BreakerPart] = BreakerPart,
         isolates: Callable[[str], bool] = lambda _: False,
         leave_grace_s: float = LEAVE_GRACE_S,
+        gateways: int = 1,
     ) -> None:
-        """`on_moved` hears of each worker that has said or become something; `isolates` says of a pool whether it is for isolated requests."""
+        """`on_moved` hears of each worker that has said or become something; `isolates` says of a pool whether it is for isolated requests;
+        `gateways` is how many the mesh has at least.
+        """
         self._gateway_id = gateway_id
         self._static = static
         self._cache = cache
@@ -69,6 +78,7 @@ class Endpoints:
         """By model and pool: when it was looked, and the median of first tokens of each worker that has one, the least first."""
         self._leave_grace_s = leave_grace_s
         self._members: dict[Key, Endpoint] = {}
+        self._joined = 0
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
         self._leaving: dict[Key, asyncio.TimerHandle] = {}
         self._retirements: set[asyncio.Task[None]] = set()
@@ -79,8 +89,11 @@ class Endpoints:
         self._renewing: asyncio.Task[None] | None = None
         self._seen = b""
         self._view = control_pb2.FleetView()
+        self._left = Remembered()
         self.control_connected: Callable[[], bool] = lambda: True
         """Whether the newest view is still kept up to date; while it is not, nobody leaves."""
+        self.census = Census(gateways, grace_s=leave_grace_s, on_fewer=lambda: self._store(self._view))
+        self.census.connected = lambda: self.control_connected()
 
     def start(self) -> None:
         if rpc.uses_tls():
@@ -89,30 +102,36 @@ class Endpoints:
             self._join((address, ""), self._endpoint(address, address, asks_model=True))
         view = self._load()
         if view is not None:
-            log.info("fleet view loaded from disk", workers=len(view.workers))
+            log.info("fleet view loaded from disk", workers=len(view.workers), gateways=view.gateways)
             self._follow(view)
+            self.census.hear(view.gateways)
 
     def on_fleet(self, view: control_pb2.FleetView) -> None:
         """Take the newest view."""
         self._follow(view)
         self._view = view
-        if not self._leaving:
-            self._store(view)
+        self.census.hear(view.gateways)
+        self._store(view)
 
     def get(self, node_id: str) -> Endpoint:
         return next(e for e in self._members.values() if e.node_id == node_id)
 
     def workers(self, model: str) -> Workers:
-        """All of this model, able or not. ModelNotFound where others are served, NoWorker where none is."""
+        """All of this model, able or not. NoWorker where its last worker has left, or none has joined yet; ModelNotFound where others are
+        served.
+        """
         found = self._by_model.get(model)
         if found is None:
             members = [e for e in self._members.values() if e.model == model]
             if not members:
+                if self._left.knows(model, time.monotonic()):
+                    text = f"the last worker of model {model!r} has left; another one may come"
+                    raise NoWorker(text, metadata={"model": model})
                 served = ", ".join(sorted({e.model for e in self._members.values() if e.model}))
                 if served:
                     text = f"model {model!r} is not served here; served: {served}"
                     raise ModelNotFound(text, metadata={"model": model})
-                raise NoWorker("no worker has joined yet", metadata={"model": model})
+                raise NoWorker("there is no worker now", metadata={"model": model})
             found = self._by_model[model] = Workers(members)
         return found
 
@@ -168,6 +187,7 @@ class Endpoints:
         return sum(e.state is LinkState.UP for e in self._tasks)
 
     async def close(self) -> None:
+        self.census.close()
         for handle in self._leaving.values():
             handle.cancel()
         for task in [*self._retirements, *self._tasks.values(), *((self._renewing,) if self._renewing else ())]:
@@ -209,9 +229,7 @@ class Endpoints:
 
     def _inform(self, member: Endpoint, worker: control_pb2.FleetWorker) -> None:
         """What the control plane says of it."""
-        if self._models_of.get(member) != worker.model:
-            self._models_of[member] = worker.model
-            self._by_model.clear()
+        self._has_model(member, worker.model)
         was = member.serving
         member.model, member.max_model_len, member.pool = worker.model, worker.limits.max_model_len, worker.pool
         member.weight = worker.weight if worker.HasField("weight") else 1.0
@@ -278,10 +296,17 @@ class Endpoints:
                 self._not_yet(key, member)
                 return
             self._take_over(key, member)
-        if not member.retiring and self._models_of.get(member) != member.model:
-            self._models_of[member] = member.model  # a static worker has told its model
-            self._by_model.clear()
+        if not member.retiring:
+            self._has_model(member, member.model)  # a static worker has told it
         self._on_moved(member)
+
+    def _has_model(self, member: Endpoint, model: str) -> None:
+        before = self._models_of.get(member)
+        if before != model:
+            if before:
+                self._left.add(before, time.monotonic())
+            self._models_of[member] = model
+            self._by_model.clear()
 
     def _leave(self, key: Key) -> None:
         """Its time is over. A view that nobody has kept up to date since it came proves nothing: the next one decides."""
@@ -289,11 +314,11 @@ class Endpoints:
         if not self.control_connected():
             return
         self._retire(key)
-        if not self._leaving:
-            self._store(self._view)
+        self._store(self._view)
 
     def _join(self, key: Key, member: Endpoint) -> None:
         self._members[key] = member
+        member.life, self._joined = self._joined * LIVES, self._joined + 1
         self._by_model.clear()
         self._run(member)
 
@@ -308,13 +333,15 @@ class Endpoints:
         self._abandon(key)
         member = self._members.pop(key)
         self._by_model.clear()
-        self._models_of.pop(member, None)
+        if model := self._models_of.pop(member, ""):
+            self._left.add(model, time.monotonic())
         log.info("worker left", worker=member.node_id, address=member.address, open=member.open_requests)
         self._end(member)
 
     def _end(self, member: Endpoint) -> None:
         """With the last request on it."""
         member.retiring = True
+        member.tell_wants(0)  # nothing more goes there
         task = asyncio.create_task(self._let_go(member), name=f"retire {member.node_id}")
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
@@ -325,8 +352,12 @@ class Endpoints:
             await rpc.cancel_and_wait(task)
 
     def _store(self, view: control_pb2.FleetView) -> None:
-        """Whom to reach, not how they were: states are stale by the time this is read, and each link tells the truth."""
-        kept = control_pb2.FleetView(workers=view.workers)
+        """Whom to reach, not how they were: states are stale by the time this is read, and each link tells the truth. Not while somebody who
+        is gone from the view keeps his place.
+        """
+        if self._leaving or self.census.falling:
+            return
+        kept = control_pb2.FleetView(workers=view.workers, gateways=view.gateways)
         for worker in kept.workers:
             worker.state = control_pb2.NODE_STATE_SERVING
             worker.ClearField("breaker")

@@ -1,4 +1,4 @@
-"""The workers of one model, as `routing` wants to see them: looked at when asked, not copied for each request."""
+"""The workers of one model, as `routing` wants to see them: looked at when asked, not copied for each request; and models that were there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from typing import overload
 from services.gateway.endpoint import Endpoint
 from trimtab.messages import Workload
 from trimtab.routing import Candidate, Ring
+
+REMEMBERED_S = 4 * 3600.0
+"""A model whose last worker has left is known for so long: clients are told to come again, and not that there is no such model."""
+REMEMBERED = 256
+"""Models at most; the one that left first goes first."""
+
+
+class Remembered:
+    """Models of workers that have left. `now` is in seconds."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, float] = {}
+
+    def add(self, model: str, now: float) -> None:
+        """A worker of this model has left."""
+        self._left.pop(model, None)
+        self._left[model] = now
+        if len(self._left) > REMEMBERED:
+            del self._left[next(iter(self._left))]
+
+    def knows(self, model: str, now: float) -> bool:
+        return model in self._left and now - self._left[model] < REMEMBERED_S
 
 
 class Workers:

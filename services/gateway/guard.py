@@ -34,9 +34,9 @@ class Guard:
     def retry_after_ms(self, now_ms: float) -> float:
         return breaking.retry_after_ms(self.state, now_ms)
 
-    def probing(self) -> None:
+    def probing(self, now_ms: float) -> None:
         """The next request is a probe."""
-        self.state = breaking.probing(self.state, self._rules())
+        self.state = breaking.probing(self.state, self._rules(), now_ms)
 
     def observe(
         self,

@@ -112,7 +112,10 @@ class HttpServer:
         tls: Tls | None = None,
         clients_need_one: bool = False,
         denials: Denials | None = None,
+        shares: bool = False,
     ) -> None:
+        """`shares`: other processes of this gateway listen there too."""
+        self._shares = shares
         self._certificate = HttpCertificate(tls, asks_clients=clients_need_one) if tls is not None else None
         self._renewing: asyncio.Task[None] | None = None
         if tls is not None and clients_need_one:
@@ -138,7 +141,9 @@ class HttpServer:
         host, port = self._address.rsplit(":", 1)
         try:
             secured = self._certificate.context if self._certificate is not None else None
-            await web.TCPSite(self._runner, host, int(port), backlog=1024, ssl_context=secured).start()
+            reuse = True if self._shares else None
+            site = web.TCPSite(self._runner, host, int(port), backlog=1024, ssl_context=secured, reuse_port=reuse)
+            await site.start()
         except OSError as e:
             await self._runner.cleanup()
             if e.errno == errno.EADDRINUSE:

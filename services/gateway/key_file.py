@@ -6,7 +6,7 @@
         identities: [acme-batch]                # names in client certificates
         realtime: false                         # whether it may send REALTIME requests; true where nothing is said
         share: 0.5                              # of the mesh's slots, above 0 and at most 1; else all of them
-        requests_per_s: 20                      # at each gateway; unbounded where nothing is said, and so are tokens
+        requests_per_s: 20                      # in the whole mesh; unbounded where nothing is said, and so are tokens
         tokens_per_s: 50000                     # prompt, and max_tokens where the request says it
         workload: batch                         # of requests that name none
         deadline_s: {realtime: 60, batch: 3600} # of requests that set none

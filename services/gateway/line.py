@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 Entry = tuple[int, int, "asyncio.Future[bool]"]
@@ -23,6 +24,7 @@ class Line:
 
     def __init__(self) -> None:
         self._heaps: dict[Hashable, list[Entry]] = {}
+        self._waiting_of: Counter[Hashable] = Counter()
         self._numbers = itertools.count()
         self._kept = 0
         """Entries, of which some may have left."""
@@ -42,12 +44,16 @@ class Line:
         heapq.heappush(self._heaps.setdefault(kind, []), (place, next(self._numbers), woken))
         self._kept += 1
         self._waiting += 1
+        self._waiting_of[kind] += 1
         try:
             return await woken
         finally:
             if timer is not None:
                 timer.cancel()
             self._waiting -= 1
+            self._waiting_of[kind] -= 1
+            if not self._waiting_of[kind]:
+                del self._waiting_of[kind]
             if self._kept > 2 * self._waiting + 16:
                 self._tidy()
 
@@ -69,6 +75,10 @@ class Line:
                 heapq.heapreplace(heads, (head[0], head[1], left - 1, kind))
             else:
                 heapq.heappop(heads)
+
+    def able(self, quota: Callable[[Hashable], int]) -> int:
+        """How many of those who wait could be served, if so many of each kind may be as its `quota` says."""
+        return sum(min(n, max(0, quota(kind))) for kind, n in self._waiting_of.items())
 
     def _head(self, kind: Hashable) -> Entry | None:
         """The first of this kind who still waits; a kind of which nobody does is forgotten."""

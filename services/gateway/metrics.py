@@ -6,7 +6,7 @@ Labels are bounded: two workloads, two paths, five length classes, five outcomes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -85,6 +85,8 @@ class GatewayMetrics:
         """Since this incarnation began; they go up with the report."""
         self.intervals = Intervals(time.monotonic())
         """TTFT and E2E as clients see them."""
+        self.scraped: Callable[[], Awaitable[bytes]] = self._alone
+        """What a scraper gets: this process's text, or also that of others which share its ports."""
 
     def first_token(self, kind: Kind, ttft_s: float) -> None:
         """It came, so long after the request."""
@@ -157,8 +159,11 @@ class GatewayMetrics:
         self.registry.register(_Gauges(in_flight, links_up, standing))
 
     def text(self) -> bytes:
-        """The Prometheus text format."""
+        """Of this process, in the Prometheus text format."""
         return generate_latest(self.registry)
+
+    async def _alone(self) -> bytes:
+        return self.text()
 
 
 class _Gauges(Collector):

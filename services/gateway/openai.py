@@ -239,11 +239,11 @@ class OpenAiDoor:
         elif self._dispatch.endpoints.can_serve:
             return json_response(200, {"status": "ok", "workers": workers})
         else:
-            reason = "no worker can take requests" if workers else "no worker has joined yet"
+            reason = "no worker can take requests" if workers else "there is no worker now"
         return json_response(503, {"status": "unavailable", "reason": reason, "workers": workers})
 
     async def _metrics(self, _: web.BaseRequest, __: Tenant) -> web.StreamResponse:
-        return web.Response(body=self._dispatch.metrics.text(), content_type="text/plain", charset="utf-8")
+        return web.Response(body=await self._dispatch.metrics.scraped(), content_type="text/plain", charset="utf-8")
 
 
 def _path(request: web.BaseRequest) -> str:

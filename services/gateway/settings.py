@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.gateway import key_file
-from trimtab.kit.config import check, setting
-from trimtab.kit.tls import TlsSettings, faults, is_loopback
+from trimtab.kit.config import check, refuse, setting, well_formed
+from trimtab.kit.tls import TlsSettings, faults, is_loopback, process_of
+
+MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,40 @@ class GatewaySettings(TlsSettings):
         0, "under load a stream's tokens of so many milliseconds travel in one message; 0 sends each as it comes"
     )
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
+    processes: int = setting(1, "processes that share this gateway's two ports, a core for each")
     log_level: str = setting("info", "debug, info, warning or error")
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
+    process: int | None = setting(None, "which of the processes this is; set by the one that started them")
+    siblings: str = setting("", "directory of their sockets; set by the one that started them")
 
     def __post_init__(self) -> None:
-        check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))
-        if wrong := faults("gateway", self, (self.listen, self.http)) + self._faults_of_callers():
-            raise ValueError("\n".join(wrong))
-        if min(self.realtime_deadline_s, self.batch_deadline_s) <= 0:
-            raise ValueError("gateway realtime_deadline_s and batch_deadline_s must be above 0")
+        wrong = check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))
+        wrong += faults("gateway", self, well_formed(self.listen, self.http)) + self._faults_of_callers()
+        if not (self.realtime_deadline_s > 0 and self.batch_deadline_s > 0):
+            wrong.append("gateway realtime_deadline_s and batch_deadline_s must be above 0")
+        if not self.drain_s >= 0:
+            wrong.append(f"gateway drain_s must be 0 or more, not {self.drain_s:g}")
         # A body becomes a message on a link that many streams share (kit/rpc.py), and must fit there.
         if not 1 <= self.max_body_bytes <= 12 << 20:
-            raise ValueError(f"gateway max_body_bytes must be between 1 and {12 << 20}, not {self.max_body_bytes}")
+            wrong.append(f"gateway max_body_bytes must be between 1 and {12 << 20}, not {self.max_body_bytes}")
         if not 0 <= self.coalesce_ms <= 1000:
-            raise ValueError(f"gateway coalesce_ms must be between 0 and 1000, not {self.coalesce_ms}")
+            wrong.append(f"gateway coalesce_ms must be between 0 and 1000, not {self.coalesce_ms}")
+        if not 1 <= self.processes <= MAX_PROCESSES:
+            wrong.append(f"gateway processes must be between 1 and {MAX_PROCESSES}, not {self.processes}")
+        if process_of(self.node_id):
+            wrong.append(
+                f"gateway node_id must not end in a dot and a number, as the names of a gateway's processes do: {self.node_id!r}"
+            )
+        if self.process is not None and not (1 <= self.process <= self.processes and self.siblings):
+            wrong.append("gateway process and siblings are set by the process that starts them; set processes alone")
         if self.default_workload not in ("realtime", "batch"):
-            raise ValueError(f"gateway default_workload must be realtime or batch, not {self.default_workload!r}")
+            wrong.append(f"gateway default_workload must be realtime or batch, not {self.default_workload!r}")
+        refuse(wrong)
+
+    @property
+    def name(self) -> str:
+        """In the mesh, where each of several processes is a node of its own."""
+        return self.node_id if self.process is None else f"{self.node_id}.{self.process}"
 
     @property
     def asks_for_certificates(self) -> bool:
@@ -65,6 +85,6 @@ class GatewaySettings(TlsSettings):
         return [
             f"gateway: whoever reaches {address} could use the mesh; set keys to a key file (trimtab keys new makes keys), or with TLS "
             "client_certs = true, or listen on 127.0.0.1 alone"
-            for address in (self.listen, self.http)
+            for address in well_formed(self.listen, self.http)
             if not is_loopback(address)
         ]

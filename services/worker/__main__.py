@@ -20,6 +20,7 @@ import structlog
 import uvloop
 
 from services.control import PolicyKeeper
+from services.worker.callers import Callers
 from services.worker.commands import Commands, Reblocking
 from services.worker.engines import Engine
 from services.worker.gate import Gate
@@ -157,6 +158,7 @@ def open_vllm_door(
     steering: Steering,
     health: Health,
     keeper: PolicyKeeper,
+    callers: Callers,
 ) -> tuple[str, ...]:
     """Put vLLM's own service on the server, where it is wanted and can be; its name, or nothing."""
     if s.vllm_door == "off":
@@ -174,7 +176,7 @@ def open_vllm_door(
         state=lambda: health.state,
         policy=lambda: keeper.resolved.policy,
         files=ModelFiles() if s.engine == "simulated" else read(model_path(s)),
-        mesh=s.mesh,
+        callers=callers,
     )
     name = door.register(server)
     health.also(name)
@@ -244,15 +246,16 @@ async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
     commands.told = told
     membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, measuring, standing, commands)
     commands.reblocking = Reblocking(engine, lambda: policy().block_plan.max_recompute_tokens, membership.say_limits)
+    callers = Callers(s.mesh, metrics.denied)
     servicer = InferenceServicer(
         serving,
         gate,
         lambda: engine.pulse().step_no,
         engine.limits.max_model_len,
-        s.mesh,
+        callers,
         hung=lambda: health.hung,
     )
-    others = open_vllm_door(s, server, serving, engine, steering, health, keeper)
+    others = open_vllm_door(s, server, serving, engine, steering, health, keeper, callers)
     register(server, servicer, health.servicer, others)
     worker = Worker(s, engine, serving, health, metrics, server, membership, steering, resident, stopping, s.drain_s)
     commands.drain_by = worker.drain_by

@@ -17,6 +17,7 @@ import structlog
 
 from services.worker.gate import Gate
 from services.worker.serving import Serving
+from services.worker.shares import Shares
 from trimtab import codec
 from trimtab import messages as m
 from trimtab.errors import DeadlineExceeded, Internal, InvalidRequest, SlowReader, TrimtabError
@@ -46,7 +47,12 @@ class Link:
     """Belongs to one event loop; `aclose` aborts what is open."""
 
     def __init__(
-        self, serving: Serving, gate: Gate, step_no: Callable[[], int], hung: Callable[[], bool] = lambda: False
+        self,
+        serving: Serving,
+        gate: Gate,
+        shares: Shares,
+        step_no: Callable[[], int],
+        hung: Callable[[], bool] = lambda: False,
     ) -> None:
         self._serving = serving
         self._gate = gate
@@ -58,6 +64,8 @@ class Link:
         self._wake = asyncio.Event()
         # The first message goes at once: it tells the gateway that the link is up.
         self._wake.set()
+        self._shares = shares
+        self._share = shares.join(self._wake.set)
         self._closed = False
 
     async def read(self, requests: AsyncIterator[inference_pb2.AttachRequest]) -> None:
@@ -69,6 +77,11 @@ class Link:
                     case "hello":
                         gateway = message.hello.gateway_id
                         log.info("gateway attached", gateway=gateway)
+                        if message.hello.tells_wants:
+                            self._shares.want(self._share, 0)
+                            self._wake.set()
+                    case "wants":
+                        self._shares.want(self._share, message.wants.batch)
                     case "start":
                         self._start(message.start)
                     case "window":
@@ -99,15 +112,17 @@ class Link:
                 step_no=self._step_no(),
                 load=codec.encode_load(self._serving.load),
                 credits=inference_pb2.Credits(
-                    realtime=self._gate.room(m.Workload.REALTIME), batch=self._gate.supply(m.Workload.BATCH)
+                    realtime=self._gate.room(m.Workload.REALTIME), batch=self._shares.promise(self._share)
                 ),
                 pieces=pieces,
                 hung=self._hung(),
                 draining=self._serving.draining,
                 starts=self._starts,
+                hears_wants=True,
             )
 
     async def aclose(self) -> None:
+        self._shares.leave(self._share)
         tasks = [o.task for o in self._open.values() if o.task is not None]
         for task in tasks:
             task.cancel()
@@ -115,6 +130,9 @@ class Link:
 
     def _start(self, start: inference_pb2.Start) -> None:
         self._starts += 1
+        batch = start.generate_request.workload == inference_pb2.WORKLOAD_BATCH
+        if batch:
+            self._shares.started(self._share)
         before = self._open.get(start.request_id)
         if before is not None:
             if before.attempt >= start.attempt:
@@ -124,7 +142,6 @@ class Link:
             self._end(start.request_id, before.attempt)
         entry = _Open(start.attempt, start.window)
         self._open[start.request_id] = entry
-        batch = start.generate_request.workload == inference_pb2.WORKLOAD_BATCH
         entry.coming = m.Workload.BATCH if batch else m.Workload.REALTIME
         self._gate.expect(entry.coming)
         entry.task = asyncio.create_task(self._serve(start, entry))
@@ -142,6 +159,7 @@ class Link:
                 start.traceparent,
                 age_s=start.age_ms / 1000.0,
                 left_s=timeout_s,
+                cap=start.output_cap,
             )
             async with asyncio.timeout(timeout_s), aclosing(events):
                 async for event in events:
@@ -174,16 +192,18 @@ class Link:
             entry.coming = None
 
     def _offer(self, entry: _Open, piece: inference_pb2.Piece, tokens: int) -> None:
-        """Send it if the reader has room for it; keep the order in any case."""
-        if not entry.held and (entry.window >= tokens or tokens == 0):
+        """Send it while the reader has any room; keep the order in any case. A piece may have more tokens than there is room for, where several
+        steps came together: it is sent whole, since a reader who has taken less than half of his window asks for no more.
+        """
+        if not entry.held and (entry.window > 0 or tokens == 0):
             entry.window -= tokens
             self._send(piece)
             return
-        entry.held.append(piece)
-        entry.held_tokens += tokens
         if entry.held_tokens > SLOW_READER_TOKENS:
             entry.held.clear()
             raise SlowReader(f"the reader left more than {SLOW_READER_TOKENS} tokens unread")
+        entry.held.append(piece)
+        entry.held_tokens += tokens
 
     def _grant(self, window: inference_pb2.Window) -> None:
         entry = self._open.get(window.request_id)
@@ -192,7 +212,7 @@ class Link:
         entry.window += window.n
         while entry.held:
             tokens = len(entry.held[0].event.delta.token_ids)
-            if tokens > entry.window:
+            if tokens and entry.window <= 0:
                 return
             entry.window -= tokens
             entry.held_tokens -= tokens

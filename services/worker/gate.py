@@ -42,6 +42,8 @@ class Gate:
         self._handed = dict.fromkeys(Workload, 0)
         self._coming = dict.fromkeys(Workload, 0)
         self._waiting_tokens = 0
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called when there may be more room than before."""
 
     @property
     def waiting(self) -> int:
@@ -82,6 +84,7 @@ class Gate:
     def expected(self, workload: Workload) -> None:
         """It has its place now, or will take none."""
         self._coming[workload] -= 1
+        self.on_moved()
 
     def enter(self, request_id: str, workload: Workload, prompt_tokens: int, arrival_ms: float) -> tuple[Ticket, int]:
         """A place, and how many are ahead of it. QueueFull when this workload's part of the queue is full."""
@@ -156,3 +159,4 @@ class Gate:
                 # The waiter was cancelled or released and its `leave` has not run yet; that gives the place back.
                 continue
             ticket.admitted.set_result(None)
+        self.on_moved()

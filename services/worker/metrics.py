@@ -66,6 +66,14 @@ class WorkerMetrics:
         self._queued = histogram("trimtab_worker_queue_seconds", "Arrival to first scheduling, by the engine's clock")
         self._e2e = histogram("trimtab_worker_e2e_seconds", "Arrival to the last token, of requests that ended well")
 
+        self._denied = counter(
+            "trimtab_worker_denied", "Calls of callers whose certificate is not for them", ("method",)
+        )
+
+    def denied(self, method: str) -> None:
+        """A call was turned away."""
+        self._denied.labels(method).inc()
+
     def finished(self, end: End, one: Ongoing | None) -> None:
         """A request ended. `one` is None where it was never accepted."""
         workload, t = end.workload.value, end.timings

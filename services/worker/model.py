@@ -79,9 +79,14 @@ def resolve(name: str, *, quiet: bool = False) -> Path | str:
     path = Path(name).expanduser()
     if path.exists():
         return path.absolute()
-    if name.startswith(("/", "./", "../", "~")):
+    if is_path(name):
         raise ModelError(f"model {name} does not exist; give a directory, a hub id or {' or '.join(KNOWN)}")
     return name
+
+
+def is_path(name: str) -> bool:
+    """Whether it is meant as a directory here, and no hub id."""
+    return name.startswith(("/", "./", "../", "~"))
 
 
 def sha256(path: Path) -> str:

@@ -31,5 +31,8 @@ class Resident:
     async def run(self) -> None:
         """For the life of the process. It reads many small files: not on the event loop."""
         while True:
-            self.bytes = await asyncio.to_thread(resident_bytes, self._pid)
+            with contextlib.suppress(
+                OSError, psutil.Error
+            ):  # such as no file more to open: no reason to end a worker that serves
+                self.bytes = await asyncio.to_thread(resident_bytes, self._pid)
             await asyncio.sleep(INTERVAL_S)

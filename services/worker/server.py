@@ -8,21 +8,21 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
 from grpc_reflection.v1alpha import reflection
 
 from services.worker.attach import Link
+from services.worker.callers import GENERATE, Callers
 from services.worker.gate import Gate
+from services.worker.reading import Reading
 from services.worker.serving import Serving
+from services.worker.shares import Shares
 from trimtab import codec
-from trimtab.errors import DeadlineExceeded, PermissionDenied
+from trimtab.errors import DeadlineExceeded
 from trimtab.kit import rpc
-from trimtab.kit.tls import PLAIN, Caller, caller_of
+from trimtab.messages import Workload
 from trimtab.v1 import inference_pb2, inference_pb2_grpc
-
-log = structlog.get_logger(__name__)
 
 
 def register(
@@ -47,14 +47,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         gate: Gate,
         step_no: Callable[[], int],
         max_model_len: int,
-        mesh: str = "default",
+        callers: Callers | None = None,
         *,
         hung: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hung = hung
-        self._mesh = mesh
+        self._callers = callers or Callers()
         self._serving = serving
         self._gate = gate
+        self._shares = Shares(lambda: gate.supply(Workload.BATCH))
+        gate.on_moved = self._shares.moved
         self._step_no = step_no
         self._max_model_len = max_model_len
 
@@ -62,13 +64,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with rpc.guarded(context):
+            self._callers.check(context, "Generate", GENERATE)
             metadata = dict(context.invocation_metadata() or ())
             events = self._serving.stream(
                 codec.decode_request(request), str(metadata.get("traceparent", "")), left_s=context.time_remaining()
             )
             try:
-                async with asyncio.timeout(context.time_remaining()), aclosing(events):
-                    async for event in events:
+                async with asyncio.timeout(context.time_remaining()), Reading(events) as reading:
+                    async for event in reading:
                         await context.write(codec.encode_event(event))
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed before the output was complete") from None
@@ -79,11 +82,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[inference_pb2.AttachResponse]:
         async with rpc.guarded(context):
-            caller = caller_of(context.auth_context(), self._mesh)
-            if caller not in (PLAIN, Caller("gateway", caller.name, caller.by)):
-                log.warning("denied", method="Attach", identity=caller.name, kind=caller.kind, peer=context.peer())
-                raise PermissionDenied(f"Attach is for gateways of the mesh; you are {caller.name!r}")
-        async with rpc.guarded(context), aclosing(Link(self._serving, self._gate, self._step_no, self._hung)) as link:
+            self._callers.check(context, "Attach")
+        made = Link(self._serving, self._gate, self._shares, self._step_no, self._hung)
+        async with rpc.guarded(context), aclosing(made) as link:
             reader = asyncio.create_task(link.read(request_iterator))
             try:
                 async for step in link.steps():

@@ -59,6 +59,8 @@ class Progress:
 
     age_s: float = 0.0
     """How long the mesh had it as it came."""
+    cap: int = 0
+    """Of output tokens, whatever it asks for; 0 is none."""
     prompt_tokens: int = 0
     delivered: int = 0
     cached: int = 0
@@ -108,14 +110,23 @@ class Serving:
         )
 
     async def stream(
-        self, request: m.Request, traceparent: str = "", *, age_s: float = 0.0, left_s: float | None = None
+        self,
+        request: m.Request,
+        traceparent: str = "",
+        *,
+        age_s: float = 0.0,
+        left_s: float | None = None,
+        cap: int = 0,
     ) -> AsyncGenerator[m.Event, None]:
-        """Accepted, then deltas, then Finish; or a TrimtabError.
+        """Accepted, then deltas, then Finish; or a TrimtabError. It gets `cap` output tokens at most, whatever it asks for;
+        0 is no cap.
 
         `age_s` is how long the mesh has had it: its place in every queue counts from then. `left_s` is what its deadline leaves, which the
         caller keeps: here it is refused where even one step of the engine takes longer.
         """
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
+        if cap and (request.sampling.min_tokens or 0) > cap:
+            request = replace(request, sampling=replace(request.sampling, min_tokens=cap))
         span = telemetry.tracer().start_span(
             "worker.generate",
             context=telemetry.parse_traceparent(traceparent),
@@ -124,7 +135,7 @@ class Serving:
         )
         span.set_attribute("trimtab.policy", str(self._keeper.held))
         arrival = time.monotonic()
-        progress = Progress(age_s)
+        progress = Progress(age_s, cap)
         self.unfinished += 1
         outcome, reason = "cancelled", "CANCELLED"
         try:
@@ -162,7 +173,7 @@ class Serving:
         validation.check(request)
         validation.check_time(left_s, self._engine.stats().get("step_constant_ms", 0.0))
         prompt = await self._tokenise(request.prompt)
-        job, text = self._job(request, prompt, arrival - age_s)
+        job, text = self._job(request, prompt, arrival - age_s, progress.cap)
         self._engine.check(job)
         validation.check_isolation(self._keeper.resolved.policy, len(prompt), job.tenant)
         progress.prompt_tokens = len(prompt)
@@ -226,11 +237,12 @@ class Serving:
         except ChatRefused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}") from e
 
-    def _job(self, request: m.Request, prompt: tuple[int, ...], arrival: float) -> tuple[Job, TextAssembler]:
+    def _job(self, request: m.Request, prompt: tuple[int, ...], arrival: float, cap: int) -> tuple[Job, TextAssembler]:
         s, engine, resume = request.sampling, self._engine, request.resume
         budget = validation.check_tokens(
             prompt, s, max_model_len=engine.limits.max_model_len, vocab_size=engine.tokenizer.vocab_size
         )
+        budget = min(budget, cap or budget)
         text = TextAssembler(
             engine.tokenizer.text_stream(prompt, skip_special=s.skip_special_tokens is not False),
             s.stop,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.worker.engines.vllm_arguments import EXECUTORS, Arguments, parsed
-from trimtab.kit.config import check, setting
+from trimtab.kit.config import check, faults_of, refuse, setting, well_formed
 from trimtab.kit.tls import TlsSettings, faults
 
 MAX_BLOCK_SIZE = 65_536
@@ -69,35 +69,36 @@ class WorkerSettings(TlsSettings):
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
 
     def __post_init__(self) -> None:
-        check(self, "worker", addresses=("listen", "metrics", "control"), names=("node_id", "mesh"))
-        if wrong := faults("worker", self, (self.listen,)):
-            raise ValueError("\n".join(wrong))
+        wrong = check(self, "worker", addresses=("listen", "metrics", "control"), names=("node_id", "mesh"))
+        wrong += faults("worker", self, well_formed(self.listen))
         if self.engine not in ("vllm", "simulated"):
-            raise ValueError(f"worker engine must be vllm or simulated, not {self.engine!r}")
+            wrong.append(f"worker engine must be vllm or simulated, not {self.engine!r}")
         if self.max_num_seqs < 1 or self.max_step_tokens < self.max_num_seqs:
-            raise ValueError("worker max_num_seqs must be at least 1, and max_step_tokens at least max_num_seqs")
+            wrong.append("worker max_num_seqs must be at least 1, and max_step_tokens at least max_num_seqs")
         if self.kv_cache_gib < 1:
-            raise ValueError(f"worker kv_cache_gib must be at least 1, not {self.kv_cache_gib}")
+            wrong.append(f"worker kv_cache_gib must be at least 1, not {self.kv_cache_gib}")
         if not 0 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"worker block_size must be between 0 and {MAX_BLOCK_SIZE}, not {self.block_size}")
+            wrong.append(f"worker block_size must be between 0 and {MAX_BLOCK_SIZE}, not {self.block_size}")
         if self.tensor_parallel_size < 1 or self.pipeline_parallel_size < 1:
-            raise ValueError("worker tensor_parallel_size and pipeline_parallel_size must be at least 1")
+            wrong.append("worker tensor_parallel_size and pipeline_parallel_size must be at least 1")
         if self.distributed_executor not in EXECUTORS:
-            raise ValueError(f"worker distributed_executor must be ray, mp or empty, not {self.distributed_executor!r}")
+            wrong.append(f"worker distributed_executor must be ray, mp or empty, not {self.distributed_executor!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
+            wrong.append(
                 f"worker gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization:g}"
             )
         if not 0 <= self.cpu_offload_gib < math.inf:
-            raise ValueError(f"worker cpu_offload_gib must be 0 or more, not {self.cpu_offload_gib:g}")
-        parsed(self.engine_args)
+            wrong.append(f"worker cpu_offload_gib must be 0 or more, not {self.cpu_offload_gib:g}")
+        wrong += faults_of(lambda: parsed(self.engine_args))
         if self.kv_blocks is not None and 16 * self.kv_blocks < (self.max_model_len or 131_072):
-            raise ValueError("worker kv_blocks must hold one request of max_model_len tokens, 16 in a block")
+            wrong.append("worker kv_blocks must hold one request of max_model_len tokens, 16 in a block")
         if self.vllm_door not in ("auto", "on", "off"):
-            raise ValueError(f"worker vllm_door must be auto, on or off, not {self.vllm_door!r}")
-        chat_arguments(self.chat_args)
-        if bad := [label for label in self.labels if "=" not in label]:
-            raise ValueError(f"worker labels must be key=value, not {bad[0]!r}")
+            wrong.append(f"worker vllm_door must be auto, on or off, not {self.vllm_door!r}")
+        if not self.drain_s >= 0:
+            wrong.append(f"worker drain_s must be 0 or more, not {self.drain_s:g}")
+        wrong += faults_of(lambda: chat_arguments(self.chat_args))
+        wrong += [f"worker labels must be key=value, not {label!r}" for label in self.labels if "=" not in label]
+        refuse(wrong)
 
 
 def chat_arguments(args: Sequence[str]) -> dict[str, Any]:

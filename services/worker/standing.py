@@ -55,6 +55,7 @@ class Standing:
             measures.FRAGMENTATION: self.fragmentation(),
             measures.DECODE_DEVIATION: stats.get("decode_deviation") or None,
             measures.PREFILL_TOKENS_PER_S: prefill_rate(stats, policy.prefill.step_tokens),
+            measures.PREFILL_MS_PER_1000_CONTEXT: stats.get("step_ms_per_1000_context") or None,
             measures.SESSION_TURNS: self._reuse.sessions.turns(now),
             **self._by_block_size(stats, now),
         }
@@ -114,7 +115,7 @@ class Standing:
 def prefill_rate(stats: Mapping[str, float], step_tokens: int) -> float | None:
     """Prompt tokens a second in steps of `step_tokens`, by what the scheduler has learned of its steps; None until it has seen a prompt.
 
-    What attention to a long context costs beside is left out.
+    What attention to a long context costs beside is `measures.PREFILL_MS_PER_1000_CONTEXT`.
     """
     ms_per_token, first, last = (
         stats.get(f"step_ms_{name}", 0.0) for name in ("per_prefill_token", "above_first_knee", "above_last_knee")

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,11 @@ import structlog
 from services.worker.settings import WorkerSettings
 from trimtab.kit.config import ConfigError
 from trimtab.kit.process import write_atomically
-from trimtab.kit.tls import TlsSettings
+from trimtab.worker_settings import FIXED, SECTION
 
 log = structlog.get_logger(__name__)
 
 BAD_SETTING = "BAD_SETTING"
-SECTION = "worker."
-FIXED = {f.name for f in fields(TlsSettings)} | {
-    *("node_id", "mesh", "pool", "labels", "listen", "metrics", "control", "parent_pid"),
-}
-"""Who a worker is and where: nobody tells it another."""
 STARTS = 2
 """That may fail with what was told; as many again with what served before."""
 GIVEN_UP_S = 1200.0

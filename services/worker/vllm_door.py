@@ -11,7 +11,7 @@ import datetime
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -22,16 +22,17 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.worker import vllm_facts
+from services.worker.callers import Callers
 from services.worker.engines import Engine
 from services.worker.model_files import Archive, ModelFiles, tokenizer_archive
+from services.worker.reading import Reading
 from services.worker.serving import Serving
 from services.worker.steering import Steering
 from services.worker.vllm_reply import Reply
 from services.worker.vllm_request import WORKLOAD_KEY, decode, in_their_words
 from trimtab import messages as m
-from trimtab.errors import Cancelled, DeadlineExceeded, InvalidRequest, PermissionDenied
+from trimtab.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from trimtab.kit import rpc
-from trimtab.kit.tls import PLAIN, Caller, caller_of
 from trimtab.messages import NodeState
 from trimtab.policy import Policy
 
@@ -62,7 +63,7 @@ class VllmDoor(pb_grpc.VllmEngineServicer):
         state: Callable[[], NodeState],
         policy: Callable[[], Policy],
         files: ModelFiles,
-        mesh: str = "default",
+        callers: Callers | None = None,
     ) -> None:
         self._serving = serving
         self._engine = engine
@@ -70,7 +71,7 @@ class VllmDoor(pb_grpc.VllmEngineServicer):
         self._state = state
         self._policy = policy
         self._files = files
-        self._mesh = mesh
+        self._callers = callers or Callers()
         self._open: dict[str, set[_Open]] = {}
         self._begun = time.monotonic()
         self._last_receive = 0.0
@@ -101,7 +102,7 @@ class VllmDoor(pb_grpc.VllmEngineServicer):
         reply = Reply(asked.sampling)
         with self._listed(asked.request_id) as call:
             try:
-                async with aclosing(self._serving.stream(asked, traceparent)) as events:
+                async with Reading(self._serving.stream(asked, traceparent)) as events:
                     async for event in events:
                         if isinstance(event, m.Finish):
                             await context.write(reply.complete(event))
@@ -220,10 +221,7 @@ class VllmDoor(pb_grpc.VllmEngineServicer):
                 del self._open[request_id]
 
     def _only_gateways(self, context: Context, method: str) -> None:
-        caller = caller_of(context.auth_context(), self._mesh)
-        if caller not in (PLAIN, Caller("gateway", caller.name, caller.by)):
-            log.warning("denied", method=method, identity=caller.name, kind=caller.kind, peer=context.peer())
-            raise PermissionDenied(f"{SERVICE} is for gateways of the mesh; you are {caller.name!r}")
+        self._callers.check(context, method, what=SERVICE)
 
 
 async def _not_here(context: Context, why: str) -> NoReturn:

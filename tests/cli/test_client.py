@@ -113,6 +113,7 @@ async def test_the_deadline_is_real(client: Client, gateway: FakeGateway) -> Non
     with pytest.raises(TrimtabError) as e:
         await client.complete(HELLO, timeout_s=1.0)
     assert (e.value.grpc_code, e.value.outcome) == (DeadlineExceeded.grpc_code, Outcome.CLIENT_FAULT)
+    assert str(e.value.message).startswith("the deadline of ") and " s passed, after " in e.value.message
     await asyncio.wait_for(gateway.cancelled.wait(), 20.0)
 
 

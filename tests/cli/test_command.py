@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -79,3 +84,71 @@ def test_a_verb_like_no_other_gets_the_list() -> None:
 )
 def test_a_mistake_is_usage(args: tuple[str, ...]) -> None:
     assert CliRunner().invoke(cli, args).exit_code == 2
+
+
+def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every verb and what is below it, that does something by itself."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            below = command.get_command(click.Context(command), name)
+            assert below is not None
+            yield from commands(below, (*words, name))
+    else:
+        yield words, command
+
+
+def test_every_verb_takes_json() -> None:
+    """As a flag, or with a file where a report for people comes too. One that only follows what `scale` tells has nothing to say itself."""
+    without = [
+        " ".join(w) for w, command in commands(cli) if "--json" not in {o for p in command.params for o in p.opts}
+    ]
+    assert without == ["scale follow"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("polcy", "--json"),
+        ("--nonsense", "fleet", "--json"),
+        ("up", "--nonsense", "--json"),
+        ("policy", "get", "batch.activ", "--json"),
+        ("policy", "pin", "batch.activ", "--json"),
+        ("policy", "explain", "batch.activ", "--json"),
+        ("policy", "set", "batch.active", "--json"),
+        ("breaker", "--json", "opn", "w0"),
+        ("drain", "--json"),
+    ],
+)
+def test_a_mistake_is_json_where_json_was_asked_for(args: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, args)
+    told = json.loads(result.stdout)["error"]
+    assert (result.exit_code, bool(told["message"])) == (2, True)
+    assert told["message"].splitlines()[0] in result.stderr
+    assert told["reason"] == ("POLICY_REFUSED" if "batch.activ" in args else "USAGE")
+
+
+def test_a_verb_whose_reader_has_gone_ends_as_a_shell_expects() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trimtab_cli", "policy", "schema"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("args", [("up", "--mesh", "a b/c"), ("up", "--mesh", "../x"), ("up", "--mesh", "")])
+def test_a_mesh_that_can_name_no_directory_is_usage_and_nothing_is_made(
+    args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path / "state"))
+    result = CliRunner().invoke(cli, args)
+    assert (result.exit_code, "up mesh must be letters" in result.stderr) == (2, True)
+    assert not (tmp_path / "state").exists()

@@ -46,6 +46,59 @@ def test_every_fault_of_every_section_is_told_at_once() -> None:
     assert len(as_json["faults"]) == 5
 
 
+def test_no_fault_hides_another() -> None:
+    Path("trimtab.toml").write_text(
+        '[wroker]\n[worker]\nengine = "steam"\nkv_cache_gib = 0\nlabels = ["a", "b"]\nengine_args = "no"\n'
+        '[gateway]\nlisten = "x"\ncoalesce_ms = -1\nprocesses = 0\ndefault_workload = "?"\nclient_certs = true\n'
+        '[control]\nmetrics = "y"\nlease_s = 0\nforget_s = 0\n[up]\nmesh = "a b/c"\nworkers = 0\ncontrols = 0\npreset = "?"\n'
+    )
+    told = config("check").stderr
+    for part in (
+        "unknown section [wroker]",
+        "engine must be vllm",
+        "kv_cache_gib must be",
+        "key=value, not 'a'",
+        "key=value, not 'b'",
+        "engine_args is not JSON",
+        "gateway listen must be",
+        "coalesce_ms must be",
+        "gateway processes must be",
+        "default_workload must be",
+        "client_certs: clients show",
+        "control metrics must be",
+        "lease_s must be",
+        "forget_s must be",
+        "up mesh must be",
+        "up workers must be",
+        "up controls must be",
+        "up preset must be",
+    ):
+        assert part in told
+    assert "plain text" not in told  # of an address that is none
+
+
+def test_what_would_keep_a_process_from_starting_is_a_fault_beside_those_of_the_file() -> None:
+    Path("trimtab.toml").write_text(
+        '[wroker]\n[worker]\nmodel = "./nowhere"\nmetrics = "127.0.0.1:7100"\n[gateway]\nhttp = "127.0.0.1:7070"\n'
+        '[control]\nredis = "http://x"\naccess = "gone.toml"\n[up]\nredis = "redis://h:port"\n'
+    )
+    result = config("check")
+    assert result.exit_code == 2
+    for part in (
+        "worker model: ./nowhere does not exist",
+        "worker listen and metrics must be two addresses, not both 127.0.0.1:7100",
+        "gateway listen and http must be two addresses, not both 127.0.0.1:7070",
+        "control redis: the store must be memory:// or one of",
+        "control access: can't read gone.toml",
+        "up redis: the store's URL can't be read",
+        "unknown section [wroker]",
+    ):
+        assert part in result.stderr
+    assert len(result.stderr.splitlines()) == 8
+    Path("trimtab.toml").write_text('[worker]\nmodel = "./nowhere"\nengine = "simulated"\n')
+    assert config("check").exit_code == 0
+
+
 def test_a_fault_of_the_file_is_told_once() -> None:
     Path("trimtab.toml").write_text("[wroker]\n")
     assert config("check").stderr.count("unknown section [wroker]; did you mean worker?") == 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.worker.engines import cores
 from tests.cli.mesh import FakeGateway, an_answer, serving
-from trimtab.errors import NoWorker
+from tests.controlplane.mesh import FakeNode, a_mesh
+from trimtab.errors import ModelNotFound, NoWorker
+from trimtab.kit import rpc
 from trimtab.kit.config import ConfigError
 from trimtab.kit.process import free_port
 from trimtab_cli import greeting, mesh, ready
@@ -117,15 +120,30 @@ def test_replicas_need_a_store_that_they_share(tmp_path: Path) -> None:
     assert a_plan(tmp_path, redis="memory://").store == "memory://"
 
 
+def a_machine(monkeypatch: pytest.MonkeyPatch, *, affinity: int, quota: float | None = None) -> None:
+    """The cores that this process may run on, and how many its control groups let it use."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
+    monkeypatch.setattr(cores, "quota", lambda *_: quota)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
 def test_several_engines_divide_the_cores(
     tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    a_machine(monkeypatch, affinity=9)
     assert by_name(a_plan(tmp_path, workers="2"))["w1"].env == {"OMP_NUM_THREADS": "4"}
     assert by_name(a_plan(tmp_path, workers="1"))["w0"].env == {}, "the worker itself leaves one core"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert by_name(a_plan(tmp_path, workers="2"))["w0"].env == {}, "who set it decided"
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(5.0, "2"), (4.5, "2"), (1.0, "1"), (64.0, "31")])
+def test_several_engines_divide_what_a_containers_quota_leaves_of_the_cores(
+    tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch, quota: float, threads: str
+) -> None:
+    a_machine(monkeypatch, affinity=64, quota=quota)
+    plan = a_plan(tmp_path, workers="2")
+    assert [by_name(plan)[name].env for name in ("w0", "w1")] == [{"OMP_NUM_THREADS": threads}] * 2
 
 
 def test_another_worker_is_like_the_others_at_the_next_ports(tmp_path: Path, ports: dict[str, int]) -> None:
@@ -153,8 +171,7 @@ def test_another_worker_gets_no_port_of_one_that_is_only_starting(tmp_path: Path
 
 
 def test_another_engine_shares_the_cores_with_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    a_machine(monkeypatch, affinity=9)
     sections = mesh.load_sections(None, {"engine": "simulated"}, ())
     plan = make(sections, tmp_path)
     assert another_worker(sections, plan, 1, plan.specs)[0].env == {"OMP_NUM_THREADS": "4"}
@@ -222,6 +239,10 @@ def test_the_commands_to_try_name_another_mesh_than_the_default(tmp_path: Path) 
     assert f"--gateway {plan.gateway}" in ready.commands("blue", plan, "m")[0]
     assert ready.commands("default", plan, "m")[1].endswith(" policy set batch.active=4")
     assert '"model": "m"' in ready.commands("default", plan, "m")[2]
+    assert (
+        '/v1/chat/completions -H "authorization: Bearer $TRIMTAB_KEY" -H '
+        in ready.commands("blue", plan, "m", keys=True)[2]
+    )
     two = a_plan(tmp_path, controls="2")
     assert f" --control {two.control} " in ready.policy_set("blue", two, "batch.active=4")
 
@@ -237,15 +258,43 @@ class LateGateway(FakeGateway):
         return await super().ListModels(request, context)
 
 
+class StaleGateway(FakeGateway):
+    """Takes the model of the mesh before for that of its worker, until somebody has asked for it."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if not self.requests:
+            self.requests.append(request)
+            await rpc.abort(context, ModelNotFound(f"model {request.model!r} is not served here"))
+        async for event in super().Generate(request, context):
+            yield event
+
+
+NOBODY = "127.0.0.1:9"
+"""No control plane."""
+
+
 async def test_the_first_prompt_waits_for_the_gateway_to_meet_its_workers() -> None:
     async with serving(LateGateway(an_answer("Hel", "lo "))) as gateway:
-        got = await greeting.greet(gateway.address)
+        got = await greeting.greet(gateway.address, NOBODY)
     assert (got.answer, got.worker, got.policy, got.model) == ("Hello", "w0", "1.7", "tiny")
     assert got.ttft_ms > 0
+
+
+async def test_the_first_prompt_asks_for_a_model_that_a_worker_of_this_start_has() -> None:
+    async with a_mesh() as plane, serving(FakeGateway(models=("another", "tiny"))) as gateway:
+        await plane.start_node(FakeNode(plane.address)).holds(1, 1)
+        await greeting.greet(gateway.address, plane.address)
+    assert [r.model for r in gateway.requests] == ["tiny"]
+
+
+async def test_a_model_that_the_gateway_forgets_meanwhile_is_asked_for_anew() -> None:
+    async with serving(StaleGateway()) as gateway:
+        got = await greeting.greet(gateway.address, NOBODY)
+    assert (got.answer, len(gateway.requests)) == ("Hello", 2)
 
 
 async def test_the_first_prompt_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greeting, "RETRY_FOR_S", 0.0)
     async with serving(FakeGateway([NoWorker("none")])) as gateway:
         with pytest.raises(NoWorker, match="none"):
-            await greeting.greet(gateway.address)
+            await greeting.greet(gateway.address, NOBODY)

@@ -54,7 +54,7 @@ class Heard(Screen):
 @dataclasses.dataclass
 class WideGateway(FakeGateway):
     async def ListModels(self, request: Any, context: Any) -> Any:
-        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name="wide", max_model_len=131_072)])
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name="tiny", max_model_len=131_072)])
 
 
 @dataclasses.dataclass
@@ -135,17 +135,45 @@ async def test_what_somebody_has_set_bars_the_whole_preset(started: Started) -> 
     await started.set(serial__above="5000", batch__active="8")
     for up in (UpSettings(), UpSettings(preset="small")):
         ((_, text, _),) = await started.settle(up)
-        assert text == "preset small is not applied: somebody has set serial.above"
+        assert text == "preset small is not applied: ada has set serial.above"
     assert (started.measured, await started.revision()) == ([], 2)
 
 
 async def test_what_was_undone_stays_undone_unless_asked_for_by_name(started: Started) -> None:
     await started.settle()
     await started.set(**dict.fromkeys((path.replace(".", "__") for path in SMALL), "default"))
-    ((_, _, facts),) = await started.settle()
+    ((_, text, facts),) = await started.settle()
     assert (facts["applied"], facts["set_before"]) == (False, SMALL)
+    assert text == f"preset small is not applied: ada has set {', '.join(SMALL)}"
     ((_, _, facts),) = await started.settle(UpSettings(preset="small"))
     assert (facts["applied"], await started.policy()) == (True, WRITTEN)
+
+
+async def test_it_is_measured_through_the_gateways_door_with_the_key_of_the_environment(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_KEY", "tt-mine")
+    async with serving(FakeGateway()) as gateway:
+        started.gateway = gateway.address
+        ((_, text, _),) = await started.settle(measure=measure)
+    assert {m.get("authorization") for m in gateway.metadata} == {"Bearer tt-mine"}, text
+
+
+async def test_it_is_written_with_the_token_of_the_environment(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_TOKEN", "nobody-knows-this-one")
+    ((kind, text, _),) = await started.settle()
+    assert kind == "preset_failed"
+    assert text.endswith("you are unknown (no role, by token)")
+
+
+async def test_what_an_earlier_up_has_set_is_called_so(started: Started) -> None:
+    await started.settle()
+    await started.set(serial__above="5000")
+    ((_, text, _),) = await started.settle()
+    ours = ", ".join(path for path in SMALL if path != "serial.above")
+    assert text == (f"preset small is not applied: an earlier `trimtab up` has set {ours}; ada has set serial.above")
 
 
 async def test_other_fields_do_not_bar_it(started: Started) -> None:
@@ -160,7 +188,7 @@ async def test_who_decides_while_the_stream_is_measured_wins(started: Started) -
         return MEASURED
 
     ((_, text, _),) = await started.settle(measure=meanwhile)
-    assert text == "preset small is not applied: somebody has set paths.hot_below"
+    assert text == "preset small is not applied: ada has set paths.hot_below"
     assert (await started.policy())["serial.above"] == 8192
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from trimtab_cli import supervisor as supervising
+from trimtab_cli.child import Child
 from trimtab_cli.plan import Spec, Tier
 from trimtab_cli.progress import Screen
 from trimtab_cli.supervisor import GaveUp, StartFailed, Supervisor
@@ -99,6 +101,30 @@ def exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def test_a_control_plane_whose_store_never_answers_is_given_up_early_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.kit.process import free_port
+
+    monkeypatch.setattr(supervising, "STORE_S", 6.0)
+    argv = (sys.executable, "-m", "controlplane", "--redis", "redis://127.0.0.1:1")
+    argv += ("--listen", f"127.0.0.1:{free_port()}", "--metrics", f"127.0.0.1:{free_port()}")
+    spec = Spec("control", Tier.CONTROL, argv, str(tmp_path / "nobody"), drain_s=0.0)
+    async with supervised(tmp_path, spec, ready_s=100.0) as (it, _):
+        with pytest.raises(StartFailed, match=r"not healthy after 6 s: its store does not answer: .*--redis") as failed:
+            await it.start()
+    assert any(line.startswith(supervising.NO_STORE) for line in failed.value.tail)
+
+
+def test_the_last_words_of_one_that_waits_are_its_warning(tmp_path: Path) -> None:
+    control = Child(a_spec(tmp_path, "control", Tier.CONTROL), tmp_path)
+    control.log.write_text(
+        json.dumps({"level": "warning", "event": "policy not loaded yet", "because": "refused"})
+        + "\n" + json.dumps({"level": "info", "event": "node joined"}) + "\n"
+    )  # fmt: skip
+    assert supervising.last_words(control) == "warning policy not loaded yet because=refused"
 
 
 async def test_it_starts_all_and_drains_gateways_first_and_the_store_last(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from services import cli as verbs
 from services.cli import trace
+from services.traces import Span, render, summarise
 
 MS = 1_000_000
 
@@ -89,7 +90,7 @@ def test_a_prefix_is_enough() -> None:
 @pytest.mark.usefixtures("traces")
 def test_an_unknown_id_lists_the_newest() -> None:
     result = run("ef")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "; the newest are:\n  cdcd" in result.stderr
     assert json.loads(run("ef", "--json").stdout)["error"]["newest"] == ["cd" * 16, "ab" * 16]
 
@@ -108,3 +109,20 @@ def test_no_traces_yet_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
     result = run()
     assert (result.exit_code, "no traces yet" in result.output) == (0, True)
+
+
+def test_a_push_to_a_node_that_joins_hours_later_is_none_of_a_writes_time() -> None:
+    def span(name: str, parent: str | None, start_ms: int, end_ms: int) -> Span:
+        return Span("t", name, parent, name, "control", start_ms * MS, end_ms * MS, "UNSET")
+
+    hours = 4 * 3_600_000
+    spans = [span("put", None, 0, 10), span("push", "put", 5, 30), span("late", "put", hours, hours + 5)]
+    found = summarise(spans)
+    assert (found.duration_ms, found.spans) == (30.0, 3)
+
+
+def test_the_tree_fits_80_columns_and_cuts_nothing_in_two() -> None:
+    facts = {f"trimtab.fact_{i}": "x" * 20 for i in range(9)} | {"trimtab.address": "y" * 90}
+    lines = render([Span("t", "request", None, "request", "gateway", 0, 32 * MS, "UNSET", facts)])
+    assert max(len(line) for line in lines if "y" * 90 not in line) <= 78
+    assert "".join(lines).count("x" * 20) == 9 and any(line.strip() == "address=" + "y" * 90 for line in lines)

@@ -92,11 +92,32 @@ async def test_of_a_node(mesh: Mesh) -> None:
     assert "holds policy 1.2" in (await typed(mesh, "w0")).stdout
 
 
+async def test_of_a_node_whose_process_ended_without_a_word(mesh: Mesh) -> None:
+    assert (await told(mesh, "w0"))["deaths"] == 0
+    await mesh.nodes[0].stop()
+    mesh.start_node(FakeNode(mesh.address, incarnation="i2"))
+    await mesh.until(lambda f: f["w0"].connected and f["w0"].hello.incarnation == "i2")
+    found = await told(mesh, "w0")
+    assert found["deaths"] == 1 and found["died_ago_s"] >= 0
+    assert "its process before this one ended without a drain: last heard of" in (await typed(mesh, "w0")).stdout
+
+
 async def test_all_that_is_kept_is_exported(mesh: Mesh, tmp_path: Path) -> None:
     file = tmp_path / "changes.jsonl"
     assert (await typed(mesh, "--export", str(file))).exit_code == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["row"] for r in rows] == ["change", "answer", "change", "answer", "change"]
+    file.write_text("mine")
+    again = await typed(mesh, "--export", str(file))
+    assert (again.exit_code, "add --force" in again.output, file.read_text()) == (2, True, "mine")
+    assert (await typed(mesh, "--export", str(file), "--force")).exit_code == 0
+    assert len(file.read_text().splitlines()) == 5
+    assert len((await typed(mesh, "--export", "-")).stdout.splitlines()) == 5
+
+
+async def test_a_field_that_is_mistyped_names_the_nearest(mesh: Mesh) -> None:
+    result = await typed(mesh, "batch.activ")
+    assert (result.exit_code, "did you mean batch.active?" in result.stderr) == (2, True)
 
 
 def write_trace(state: Path, start_ns: int) -> None:

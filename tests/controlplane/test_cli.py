@@ -10,6 +10,9 @@ from click.testing import CliRunner
 
 from controlplane import render
 from controlplane.admin.client import AdminClient
+from controlplane.cli import fleet
+from services.cli import chat
+from tests.cli.mesh import FakeGateway, serving
 from tests.controlplane.mesh import PATIENCE_S, FakeNode
 from tests.controlplane.shell import ROOT, Shell
 from trimtab.kit.process import free_port
@@ -200,7 +203,13 @@ async def test_a_tenant_called_default_can_be_named_and_is_not_taken_for_the_wor
 )
 async def test_a_refusal_names_field_bound_and_unit(shell: Shell, assignment: str, says: str) -> None:
     result = await shell("policy", "set", assignment)
-    assert (result.exit_code, assignment.partition("=")[0] in result.stderr, says in result.stderr) == (4, True, True)
+    # A name that is mistyped is usage; a value that the field does not take is refused.
+    code = 4 if assignment.partition("=")[0] in FIELDS else 2
+    assert (result.exit_code, assignment.partition("=")[0] in result.stderr, says in result.stderr) == (
+        code,
+        True,
+        True,
+    )
 
 
 async def test_a_long_refusal_wraps_in_the_history(shell: Shell) -> None:
@@ -337,3 +346,40 @@ def test_an_unreachable_control_plane_exits_3_and_says_what_to_do() -> None:
     assert (result.exit_code, "trimtab up" in result.stderr) == (3, True)
     error = json.loads(CliRunner().invoke(ROOT, [*words, "--json"]).stdout)["error"]
     assert error["reason"] == "UNREACHABLE"
+
+
+async def test_another_port_of_the_mesh_is_no_control_plane_and_says_so(shell: Shell) -> None:
+    async with serving(FakeGateway()) as gateway:
+        result = await asyncio.to_thread(CliRunner().invoke, fleet, ["--json", "--control", gateway.address])
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["error"]["reason"] == "WRONG_ADDRESS"
+    assert f"{gateway.address} is no control plane" in result.stderr
+    chatting = await asyncio.to_thread(CliRunner().invoke, chat, ["hi", "--gateway", shell.mesh.address])
+    assert (chatting.exit_code, f"{shell.mesh.address} is no gateway" in chatting.stderr) == (3, True)
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "404 Not Found"])
+async def test_a_door_that_speaks_http_is_named(quiet: None, status: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        for verb, words, kind in ((fleet, ["--control"], "control plane"), (chat, ["hi", "--gateway"], "gateway")):
+            result = await asyncio.to_thread(CliRunner().invoke, verb, [*words, address])
+            assert (result.exit_code, f"{address} is no {kind}: it speaks HTTP" in result.stderr) == (3, True), (
+                result.stderr
+            )
+
+
+async def test_a_fleet_without_a_worker_that_takes_requests_fails_its_check(shell: Shell) -> None:
+    assert (await shell("fleet", "--check")).exit_code == 0
+    shell.mesh.nodes[0].state = NodeState.STARTING
+    async with asyncio.timeout(PATIENCE_S):
+        while (result := await shell("fleet", "--check")).exit_code == 0:
+            await asyncio.sleep(0.05)
+    assert (result.exit_code, result.stderr) == (5, "check: no worker takes requests\n")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from controlplane.cli_blocks import blocks, reblock
-from controlplane.render_blocks import blocks_text, share
+from controlplane.render_blocks import blocks_json, blocks_text, share
 from controlplane.store import Mark
 from tests.controlplane.mesh import Mesh
 from tests.controlplane.sized import PLAN, Worker, a_pool, a_report, sizes, until
@@ -102,6 +102,18 @@ async def test_a_dry_run_tells_the_time_that_it_would_cost_and_changes_nothing(s
     assert set(sizes(shell.mesh).values()) == {16}
 
 
+async def test_what_a_dry_run_would_cost_counts_attention_to_what_was_before(shell: Shell) -> None:
+    shell.workers[0].says = a_report(prefill_tokens_per_s=450.0, prefill_ms_per_1000_context=4.0)
+    async with asyncio.timeout(20):
+        found = None
+        while not found:
+            [node] = (await shell.json(reblock, "w0", "64", "--dry-run"))["nodes"]
+            found = node["recompute_s"]
+            await asyncio.sleep(0.02)
+    # 1,800 tokens at 450 a second, and three times 600²/2 tokens that tokens look back at.
+    assert found == pytest.approx(4.0 + 540_000 / 1000 * 0.004)
+
+
 async def test_a_refusal_names_the_sizes_that_would_do(shell: Shell) -> None:
     for worker in shell.workers:
         worker.refusal = "SIZE"
@@ -180,3 +192,15 @@ def test_small_shares_keep_their_digits() -> None:
 def test_both_are_verbs_of_the_command() -> None:
     for verb in ("blocks", "reblock"):
         assert CliRunner().invoke(cli, [verb, "--help"]).exit_code == 0
+
+
+def test_the_capacity_of_layers_that_forget_is_the_longest_request_that_fits() -> None:
+    """As of DeepSeek-V4: windows and states take their blocks first, and then 256 tokens take one."""
+    groups = [
+        control_pb2.KvGroup(block_size=256, count=1),
+        control_pb2.KvGroup(block_size=64, window=128, cap=19, count=2),
+        control_pb2.KvGroup(block_size=4, window=8, cap=259, count=1),
+    ]
+    limits = control_pb2.EngineLimits(block_size=256, total_blocks=1000, kv_groups=groups)
+    shown = blocks_json(admin_pb2.GetBlocksResponse(nodes=[admin_pb2.NodeBlocks(node_id="w0", limits=limits)]))
+    assert shown["nodes"][0]["capacity_tokens"] == 256 * (1000 - 2 * 19 - 259)

@@ -72,7 +72,7 @@ def out_of_memory() -> Any:
 
 @pytest.mark.parametrize("worker", [a_worker, an_idle_worker])
 async def test_a_mesh_that_is_well_exits_0_with_a_line_for_each_symptom(shell: Shell, worker: Any) -> None:
-    shell.tells.answer = a_telemetry(a_gateway(), worker())
+    shell.tells.answer = a_telemetry(a_gateway(gauges=dict.fromkeys(measures.GAUGES, 0.0)), worker())
     result = await shell()
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     lines = result.stdout.splitlines()

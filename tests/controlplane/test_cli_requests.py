@@ -15,9 +15,10 @@ from controlplane import cli_requests
 from controlplane.admin import steering
 from controlplane.cli_requests import requests
 from tests.controlplane.mesh import FakeNode, Mesh, a_mesh
+from trimtab import measures
 from trimtab.codec import decode_match
 from trimtab.kit.process import free_port
-from trimtab.messages import RequestMatch, Workload
+from trimtab.messages import Report, RequestMatch, Role, Workload
 from trimtab.v1 import control_pb2
 
 WHY = ("--reason", "evening")
@@ -100,6 +101,7 @@ async def test_json_has_the_total_and_every_workers_answer(shell: Shell) -> None
         "delta": 1,
         "affected": 2,
         "nodes": [node],
+        "waiting_in_gateways": None,
     }
     assert (await shell.json("isolate", "--off", "--id", "a", *WHY))["isolated"] is False
 
@@ -204,6 +206,19 @@ async def test_at_a_terminal_release_asks_unless_the_match_is_by_id(
 async def test_without_a_terminal_release_does_not_ask(shell: Shell) -> None:
     result = await shell("release", "--workload", "batch", *WHY)
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+async def test_who_waits_in_gateways_is_said_not_to_be_touched(shell: Shell) -> None:
+    gateway = FakeNode(shell.mesh.address, "g0", role=Role.GATEWAY)
+    gateway.says = lambda: Report(
+        0, gateway.state, gauges={measures.BATCH_WAITING: 62.0, measures.REALTIME_WAITING: 3.0}
+    )
+    shell.mesh.start_node(gateway)
+    await shell.mesh.until(lambda f: "g0" in f and f["g0"].report is not None)
+    released = await shell("release", "--workload", "batch", *WHY)
+    assert "62 BATCH requests wait in gateways: what is there is not touched" in released.stdout
+    assert (await shell.json("isolate", "--tenant", "acme", *WHY))["waiting_in_gateways"] == 65
+    assert (await shell.json("release", "--id", "a", *WHY))["waiting_in_gateways"] is None
 
 
 def test_what_is_to_be_released_is_said_in_words() -> None:

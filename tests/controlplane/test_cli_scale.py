@@ -12,11 +12,18 @@ from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 
 from controlplane.cli_scale import scale
+from controlplane.controllers.decision import Want
 from controlplane.metrics import MAX_POOLS, ControlMetrics
+from controlplane.pools import AS_IT_IS, NOT_YET, Pool, pools_of
+from controlplane.seen import Seen
+from controlplane.store.memory import MemoryStore
 from tests.controlplane.mesh import FakeNode, Mesh, a_mesh
 from tests.controlplane.scales import a_control
+from tests.controlplane.test_loop import Told, until
+from tests.controlplane.test_loop import scale as get_scale
 from trimtab.kit.process import free_port
-from trimtab.v1 import admin_pb2
+from trimtab.policy import Policy, with_fields
+from trimtab.snapshot import Node
 
 
 async def verb(address: str, *words: str) -> Result:
@@ -108,12 +115,12 @@ def test_commands_that_can_not_be_run_are_usage(words: tuple[str, ...]) -> None:
 def test_gauges_are_of_the_pools_that_there_are() -> None:
     registry = CollectorRegistry()
     metrics = ControlMetrics(registry)
-    metrics.scaled([admin_pb2.PoolScale(pool="a", wanted=3, running=2), admin_pb2.PoolScale(pool="b", wanted=1)])
+    metrics.scaled([Pool("a", 3, 2, 0, 4, "load"), Pool("b", 1, 0, 0, 4, "load")])
     text = generate_latest(registry).decode()
     assert 'trimtab_control_desired_workers{pool="a"} 3.0' in text
     assert 'trimtab_control_running_workers{pool="a"} 2.0' in text
     assert 'trimtab_control_running_workers{pool="b"} 0.0' in text
-    metrics.scaled([admin_pb2.PoolScale(pool="b", wanted=2, running=1)])
+    metrics.scaled([Pool("b", 2, 1, 0, 4, "load")])
     text = generate_latest(registry).decode()
     assert 'pool="a"' not in text
     assert 'trimtab_control_desired_workers{pool="b"} 2.0' in text
@@ -121,10 +128,50 @@ def test_gauges_are_of_the_pools_that_there_are() -> None:
     assert "pool=" not in generate_latest(registry).decode()
 
 
+@pytest.mark.parametrize("reason", [AS_IT_IS, NOT_YET])
+def test_a_pool_for_which_nobody_has_decided_wants_no_number(reason: str) -> None:
+    registry = CollectorRegistry()
+    metrics = ControlMetrics(registry)
+    metrics.scaled([Pool("a", 3, 2, 0, 4, "load")])
+    metrics.scaled([Pool("a", 2, 2, 0, 4, reason)])
+    text = generate_latest(registry).decode()
+    assert "trimtab_control_desired_workers{" not in text
+    assert 'trimtab_control_running_workers{pool="a"} 2.0' in text
+
+
+def test_a_pool_without_a_worker_has_its_own_bounds() -> None:
+    def policy(node: Node | None) -> Policy:
+        most = 5 if node is not None and node.pool == "a" else 0
+        return with_fields(Policy(), {"scale.max_workers": most})
+
+    (found,) = pools_of(Seen(0.0, 0.0, {}), {"a": Want("a", 3, "set", "")}, policy)
+    assert (found.wanted, found.running, found.max_workers) == (3, 0, 5)
+
+
 def test_gauges_are_bounded() -> None:
     registry = CollectorRegistry()
-    ControlMetrics(registry).scaled(
-        admin_pb2.PoolScale(pool=f"p{i}", wanted=1, running=1) for i in range(MAX_POOLS + 50)
-    )
+    ControlMetrics(registry).scaled(Pool(f"p{i}", 1, 1, 0, 4, "load") for i in range(MAX_POOLS + 50))
     lines = generate_latest(registry).decode().splitlines()
     assert sum(line.startswith("trimtab_control_desired_workers{") for line in lines) == MAX_POOLS
+
+
+async def test_a_replica_that_led_before_does_not_speak_for_a_leader_that_gives_no_answer() -> None:
+    """Its old want would be taken for the new leader's word, and workers in use be ended."""
+    store = MemoryStore()
+    first, second = Told(wants=(Want("default", 9, "once"),)), Told(wants=(Want("default", 2, "now"),))
+    async with a_mesh(store, (first,), "a") as one:
+        await one.admin.set_policy({"scale.max_workers": "10"}, author="t", reason="r")
+        await until(lambda: one.plane.loop.wants.get("default"))
+        async with a_mesh(store, (second,), "b") as two:
+
+            async def never() -> None: ...
+
+            one.plane.leader.stand = never  # type: ignore[method-assign]
+            await one.plane.leader.resign()
+            await until(lambda: two.plane.loop.leads and (w := two.plane.loop.wants.get("default")) and w.workers == 2)
+            await until(lambda: one.plane.peers.leader() == "b" and not one.plane.loop.leads)
+            said = await get_scale(one.address)
+            assert (said.leader_id, [p.wanted for p in said.pools]) == ("b", [2])
+            await two.plane._server.stop(0)  # it leads on, and answers nobody
+            said = await get_scale(one.address)
+            assert said.leader_id == "" and not said.pools

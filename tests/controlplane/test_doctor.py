@@ -12,6 +12,7 @@ from controlplane import doctor, doctor_latency
 from controlplane.cli_doctor import SYMPTOMS
 from controlplane.doctor import Finding, SetFields, Verdict, examine
 from controlplane.doctor_book import BOOK
+from controlplane.render_doctor import finding_text
 from tests.controlplane.cases import (
     GIANT,
     NOW,
@@ -46,7 +47,7 @@ OK, UNKNOWN, SUSPECT, FOUND = Verdict.OK, Verdict.UNKNOWN, Verdict.SUSPECT, Verd
     "nodes",
     [
         (a_gateway(), a_worker()),
-        (a_gateway(), an_idle_worker()),
+        (a_gateway(gauges=dict.fromkeys(measures.GAUGES, 0.0)), an_idle_worker()),
         (a_gateway(), a_worker("w0"), an_idle_worker("w1"), a_worker("w2", gauges={measures.BATCH_WAITING: 400.0})),
     ],
 )
@@ -80,7 +81,26 @@ def test_one_that_drained_or_starts_beside_others_is_well_and_one_that_starts_ag
     gone = a_worker("w1", connected=False, state=control_pb2.NODE_STATE_DRAINING, age_s=30.0)
     starts = a_worker("w2", state=control_pb2.NODE_STATE_STARTING, age_s=None, windows=[])
     assert found(a_case(a_worker(), gone, starts), "workers").verdict is OK
-    assert found(a_case(a_worker(restarts=4)), "workers").verdict is SUSPECT
+    assert found(a_case(a_worker(restarts=4)), "workers").verdict is OK, "somebody had asked for it, each time"
+
+
+def test_processes_that_ended_and_nobody_asked_for_it_are_suspect() -> None:
+    lately = found(a_case(a_worker(restarts=2, deaths=1, died_ago_s=12.0)), "workers")
+    assert lately.verdict is SUSPECT and "a process of w0 ended without a drain 12s ago" in lately.said
+    assert [f.command for f in lately.fixes] == ["trimtab why w0"]
+    assert found(a_case(a_worker(restarts=2, deaths=2, died_ago_s=601.0)), "workers").verdict is OK
+    often = found(a_case(a_worker(restarts=4, deaths=3, died_ago_s=3600.0)), "workers")
+    assert often.verdict is SUSPECT and "ended without a drain 3 times, last 1h ago" in often.said
+
+
+def test_a_mesh_whose_workers_all_drained_is_told_how_to_have_others_started() -> None:
+    gone = a_worker(connected=False, state=control_pb2.NODE_STATE_DRAINING, age_s=30.0)
+    case = a_case(gone, members=[])
+    finding = found(case, "workers")
+    assert finding.verdict is FOUND and "no worker is connected: w0 drained" in finding.said
+    assert [f.command for f in finding.fixes] == ["trimtab scale set default 1", "trimtab-worker --control HOST:PORT"]
+    policy = found(case, "policy")
+    assert policy.verdict is OK and policy.said == "no worker is here to have 1.1, the newest"
 
 
 def test_a_refused_policy_is_found_and_a_field_beyond_an_engine_is_set_to_what_it_can() -> None:
@@ -95,6 +115,7 @@ def test_a_refused_policy_is_found_and_a_field_beyond_an_engine_is_set_to_what_i
 def test_a_store_that_is_away_and_a_mesh_without_a_leader_are_found() -> None:
     finding = found(a_case(store={"connected": False, "description": "redis at h:1: refused"}), "store")
     assert finding.verdict is FOUND and "the store is away" in finding.said and "h:1" in finding.said
+    assert [f.command for f in finding.fixes] == ["redis-cli -u URL ping"]
     assert found(a_case(store={"writable": False}), "store").verdict is FOUND
     assert found(a_case(leader_id=""), "leader").verdict is FOUND
     away = admin_pb2.ReplicaState(replica_id="c1", seconds_since_heard=20.0)
@@ -169,3 +190,9 @@ def test_realtime_is_what_the_wire_says_it_is() -> None:
     assert (doctor_latency.REALTIME, Workload.REALTIME.value) == (RT, "realtime")
     assert (doctor.WORKER, doctor.GATEWAY) == (control_pb2.ROLE_WORKER, control_pb2.ROLE_GATEWAY)
     assert doctor.SERVING == control_pb2.NODE_STATE_SERVING
+
+
+def test_a_path_is_never_cut_in_two() -> None:
+    path = "unix:///var/lib/trimtab/meshes/production/of-a-long-name/valkey/and-more/valkey.sock"
+    finding = found(a_case(store={"connected": False, "description": f"redis at {path}"}), "store")
+    assert path in "\n".join(line for line, _ in finding_text(finding, 1))

@@ -23,6 +23,7 @@ from tests.controlplane.folded import (
     COLD,
     HOT,
     ITL,
+    a_gateway,
     a_window,
     a_worker,
     an_idle_worker,
@@ -149,6 +150,19 @@ def test_throughput_of_busy_engines_counts_also_where_nobody_waits_and_less_dema
     finding = found(a_case(calm(busy=0.2)), "throughput")
     assert finding.verdict is OK and "less was asked for" in finding.said
     assert found(a_case(calm(busy=None)), "throughput").verdict is UNKNOWN
+
+
+def test_requests_that_wait_while_nothing_comes_out_are_found_also_where_nothing_came_before() -> None:
+    waits, none = a_gateway(gauges={measures.REALTIME_WAITING: 0.0, measures.BATCH_WAITING: 62.0}), an_idle_worker()
+    finding = found(a_case(waits, none), "throughput")
+    assert finding.verdict is FOUND
+    assert "62 requests wait, 0 run, and hardly a token has come in 30 s" in finding.said
+    reads = an_idle_worker(load={"running": 1, "waiting": 0})
+    assert found(a_case(waits, reads), "throughput").verdict is SUSPECT, "a long prompt may be read"
+    nobody = found(a_case(waits, members=[]), "throughput")
+    assert nobody.verdict is FOUND and "62 requests wait, and no worker is connected" in nobody.said
+    begins = a_worker(windows=windows(count=2))
+    assert found(a_case(waits, begins), "throughput").verdict is OK, "it has just begun"
 
 
 def test_a_fall_of_less_than_a_third_is_none() -> None:

@@ -89,7 +89,7 @@ async def test_a_worker_that_does_not_do_it_says_why() -> None:
         answer = await mesh.admin.drain("w0", 0, author="ada")
         assert (answer.done, answer.reason) == (False, "UNSUPPORTED")
         [done] = (await mesh.admin.actions()).actions
-        assert done.what == "drain within 0ms; not done: UNSUPPORTED"
+        assert done.what == "drain at once; not done: UNSUPPORTED"
 
 
 async def test_one_that_hangs_has_given_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

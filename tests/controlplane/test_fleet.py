@@ -45,6 +45,24 @@ def test_gateways_are_members_but_not_in_the_view() -> None:
     assert [m.node_id for m in fleet.connected(Role.GATEWAY)] == ["g0"]
 
 
+def test_gateways_that_take_requests_are_counted_wherever_they_are() -> None:
+    fleet = Fleet(first_version=10)
+    first, _ = fleet.joined(a_hello("g0", role=Role.GATEWAY), 0.0)
+    second, _ = fleet.joined(a_hello("g1.1", role=Role.GATEWAY), 0.0)
+    assert (fleet.view.gateways, fleet.view.version) == (2, 12)
+    fleet.reported(first, a_report(), 0.1)
+    assert fleet.view.version == 12
+    far = Member(a_hello("g2", role=Role.GATEWAY), 7, 0.0, 0.0, replica="c1")
+    fleet.told("c1", [far, Member(a_hello("w0"), 8, 0.0, 0.0, report=a_report(), replica="c1")])
+    assert (fleet.view.gateways, fleet.view.version, len(workers(fleet))) == (3, 13, 1)
+    fleet.reported(first, a_report(NodeState.DRAINING, 2), 0.2)
+    assert (fleet.view.gateways, fleet.view.version) == (2, 14)
+    fleet.lost(second, 0.3)
+    assert (fleet.view.gateways, fleet.view.version) == (1, 15)
+    fleet.told("c1", ())
+    assert (fleet.view.gateways, fleet.view.version) == (0, 16)
+
+
 def test_the_views_version_rises_only_when_its_content_changes() -> None:
     fleet = Fleet(first_version=10)
     session, _ = fleet.joined(a_hello(), 0.0)

@@ -112,6 +112,16 @@ async def test_a_revision_that_there_is_not_ends_the_verb(shell: Shell) -> None:
     assert "the newest is 1.1" in result.output
 
 
+async def test_a_revision_that_is_not_told_any_more_names_those_that_are(shell: Shell) -> None:
+    for active in ("8", "9"):
+        await shell("policy", "set", f"batch.active={active}")
+    store: Any = shell.mesh.plane.replica.store
+    store._past.popleft()
+    result = await shell("policy", "rollback", "1")
+    assert result.exit_code == 2
+    assert "does not tell the policy as of 1.1; the newest that it tells are 1.3, 1.2" in result.output
+
+
 async def test_explain_says_where_a_value_comes_from_and_who_changed_it(shell: Shell) -> None:
     await shell("policy", "set", "batch.active=8", "paths.hot_below=100", "--author", "ann", "--reason", "fewer")
     await shell("policy", "set", "batch.active=0", "--author", "bob")
@@ -173,7 +183,7 @@ async def test_a_bad_file_writes_nothing_and_names_its_faults(shell: Shell, tmp_
 
 async def test_a_pool_has_fields_of_its_own(shell: Shell) -> None:
     result = await shell("policy", "set", "batch.active=4", "--for", "pool/slow")
-    assert "pool/slow: batch.active: 48 (default) → 4" in result.stdout
+    assert "pool/slow: batch.active: none of its own → 4" in result.stdout
     assert (await shell.json("policy", "get", "batch.active", "--node", "w0"))["fields"]["batch.active"]["value"] == 48
     await shell("policy", "set", "batch.active=5", "--for", "node/w0")
     here = (await shell.json("policy", "get", "batch.active", "--node", "w0"))["fields"]["batch.active"]

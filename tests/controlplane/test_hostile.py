@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controlplane.replica import HIGHEST_EPOCH
+from controlplane.claims import HIGHEST
 from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
 from trimtab.kit.rpc import MAX_MESSAGE_BYTES, channel
 from trimtab.v1 import admin_pb2, control_pb2, policy_pb2
@@ -139,7 +139,7 @@ async def test_a_second_hello_ends_the_stream(mesh: Mesh, link: grpc.aio.Channel
 
 
 async def test_an_epoch_that_nobody_can_have_written_changes_nothing(mesh: Mesh, link: grpc.aio.Channel) -> None:
-    held = policy_pb2.SnapshotIdentity(epoch=HIGHEST_EPOCH + 1, revision=1, sha256=b"x" * 32)
+    held = policy_pb2.SnapshotIdentity(epoch=HIGHEST + 1, revision=1, sha256=b"x" * 32)
     await sent(link, hello(held=held).SerializeToString())
     await well(mesh)
     assert (await mesh.admin.get_policy()).snapshot.identity.epoch == 1

@@ -102,6 +102,22 @@ async def test_a_controller_that_only_advises_writes_nothing_and_says_once_what_
         assert mesh.plane.replica.newest.value.identity.revision == 2  # type: ignore[union-attr]
 
 
+async def test_a_command_that_is_advised_again_later_is_said_again_and_done_by_nobody() -> None:
+    told = Told("heal")
+    async with a_mesh() as mesh:
+        await mesh.admin.set_policy({"loops.heal": "advise"}, author="t", reason="look first")
+    async with a_mesh(mesh.store, (told,)) as mesh:
+        node = mesh.start_node(FakeNode(mesh.address))
+        await node.holds(1, 2)
+        for said in (1, 2):
+            told.commands = [Restart("w0", "i1", 5.0, "it leaks")]
+            await until(lambda n=said: len(mesh.plane.loop.decisions) == n)
+            ticks = told.ticks
+            await until(lambda n=ticks: told.ticks > n + 1)
+        assert [(d.text, d.advised) for d in mesh.plane.loop.decisions] == [("restart w0", True)] * 2
+        assert node.commands.value == ()
+
+
 async def test_a_pinned_field_is_not_moved() -> None:
     told = Told(moves=(HALF,))
     async with a_mesh() as mesh:
@@ -167,6 +183,29 @@ async def test_commands_go_to_the_worker_that_is_meant_and_are_told() -> None:
         actions = await mesh.admin.actions(node_id="w0")
         assert {a.author for a in actions.actions} == {"controller/batch"}
         assert {a.reason for a in actions.actions} == {"out of memory", "inverted", "it leaks"}
+
+
+async def test_a_new_leader_hears_which_workers_an_earlier_ones_heal_controller_had_started_anew() -> None:
+    store, told, batch = MemoryStore(), Told("heal"), Told("batch")
+    async with a_mesh(store, (told, batch)) as mesh:
+        nodes = [mesh.start_node(FakeNode(mesh.address, name)) for name in ("w0", "w1", "w2")]
+        for node in nodes:
+            node.obeys = lambda command: control_pb2.CommandResult(ok=True)
+            await node.holds(1, 1)
+        nodes[2].obeys = lambda command: control_pb2.CommandResult(reason="NO", message="not now")
+        await mesh.until(lambda fleet: all(m.report for m in fleet.values()) and len(fleet) == 3)
+        await until(lambda: told.ticks)
+        told.commands = [Restart("w0", "i1", 5.0, "it leaks"), Restart("w2", "i1", 5.0, "it leaks")]
+        batch.commands = [Restart("w1", "i1", 5.0, "of another"), Reload("w0", "inverted")]
+        await until(lambda: len(mesh.plane.loop.decisions) == 4)
+        await mesh.admin.drain("w1", 1000, author="ada", reason="mine", restart=True)
+        assert told.seen is not None and told.seen.restarted == {}, "what a leader did itself its controllers know"
+    second = Told("heal")
+    async with a_mesh(store, (second,)) as mesh:
+        await until(lambda: second.ticks)
+        assert second.seen is not None and second.seen.restarted.keys() == {"w0", "w2"}
+        seconds_ago = [second.seen.now - at for times in second.seen.restarted.values() for at in times]
+        assert len(seconds_ago) == 2 and all(0.0 <= ago < 3600.0 for ago in seconds_ago)
 
 
 class AwayStore(MemoryStore):

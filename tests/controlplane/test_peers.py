@@ -84,6 +84,25 @@ async def test_the_fleet_is_the_same_from_any_replica(pair: Pair) -> None:
         assert sum(r.leader for r in fleet.replicas) <= 1
 
 
+async def test_telemetry_tells_what_nodes_of_any_replica_made_of_the_policy(pair: Pair) -> None:
+    await until(lambda: any(m.plane.leader.leads for m in pair))
+    leader = next(m for m in pair if m.plane.leader.leads)
+    other = next(m for m in pair if m is not leader)
+    await other.start_node(FakeNode(other.address, "w0")).holds(1, 1)
+    await leader.admin.set_policy({"batch.active": "32"}, author="ada")
+    other.start_node(FakeNode(other.address, "w1", limits=Limits(max_num_seqs=16)))
+    wanted = {"w0": (2, 0), "w1": (0, 2)}
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            told = [await m.admin.get_telemetry() for m in pair]
+            if all({n.node_id: (n.applied.revision, n.refused.revision) for n in t.nodes} == wanted for t in told):
+                break
+            await asyncio.sleep(0.05)
+    for t in told:
+        (refuses,) = (n.refused_because for n in t.nodes if n.node_id == "w1")
+        assert "max_num_seqs" in refuses
+
+
 async def test_requests_are_steered_wherever_they_are(pair: Pair) -> None:
     a, _ = pair
     for mesh, name in zip(pair, ("w0", "w1"), strict=True):

@@ -144,6 +144,16 @@ async def test_an_emptied_store_gets_back_what_this_replica_holds() -> None:
         assert (await mesh.admin.get_policy()).spec_version == 1
 
 
+async def test_gateways_hear_how_many_they_are(mesh: Mesh) -> None:
+    first, second = (
+        mesh.start_node(FakeNode(mesh.address, name, role=Role.GATEWAY, limits=Limits())) for name in ("g0", "g1.1")
+    )
+    for gateway in (first, second):
+        await gateway.viewed(lambda view: view.gateways == 2)
+    second.state = NodeState.DRAINING
+    await first.viewed(lambda view: view.gateways == 1)
+
+
 async def test_gateways_see_workers_come_change_and_go(mesh: Mesh) -> None:
     gateway = mesh.start_node(FakeNode(mesh.address, "g0", role=Role.GATEWAY, limits=Limits()))
     await gateway.viewed(lambda view: not view.workers)

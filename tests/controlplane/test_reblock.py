@@ -304,12 +304,13 @@ async def test_only_a_workers_own_live_stream_changes_what_it_can_do() -> None:
     async with a_mesh(controllers=()) as mesh:
         await joined(mesh, Worker(mesh.address))
         fleet = mesh.plane.fleet
-        member, version = fleet.member("w0"), fleet.version
+        member = fleet.member("w0")
         assert member is not None
         wanted = replace(SIZED, block_size=64, engine="a name that no Hello said")
         assert fleet.limits_changed(member.session + 100, wanted) is None
         gateway = mesh.start_node(FakeNode(mesh.address, "g0", role=NodeRole.GATEWAY))
         await gateway.viewed(lambda v: bool(v.workers))
+        version = fleet.version
         event = control_pb2.LimitsChanged(limits=codec.encode_limits(wanted))
         gateway.link.send_event(control_pb2.NodeEvent(limits_changed=event))
         await gateway.link.said(PATIENCE_S)

@@ -68,6 +68,16 @@ def test_a_node_that_joined_a_day_later_does_not_make_the_change_a_day_long() ->
     assert len(told.answers) == 2
 
 
+def test_a_process_that_joined_after_the_change_is_no_part_of_how_long_it_took() -> None:
+    here = answer(5, "w0", 100)
+    here.incarnation = "i1"
+    joins = answer(5, "w1", 20_100)
+    joins.incarnation = "i2"
+    (c,) = s.chapters([entry(5, 90)], [here, joins], {("w0", "i1"): 0.0, ("w1", "i2"): 20_000.0})
+    assert [c.later(a) for a in c.answers] == [False, True]
+    assert c.took_ms == 10
+
+
 def test_a_refused_file_is_told_of_the_field_that_it_failed_on() -> None:
     told = s.chapters(
         [entry(1, 150, refused="a whole spec: batch.active = 99 is above what the engine of w0 can do")], []

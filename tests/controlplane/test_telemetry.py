@@ -212,3 +212,16 @@ def test_what_a_process_did_before_anybody_listened_is_of_no_window() -> None:
     node = seen(telemetry, now).nodes["w0"]
     assert node.totals["requests"] == 1106
     assert sum(w.counters.get("requests", 0) for w in node.windows) == 4
+
+
+def test_a_process_that_drained_was_told_to_go_and_one_that_did_not_has_died() -> None:
+    telemetry = Telemetry(0.0)
+    telemetry.reported(a_hello(), a_report(1), 1.0)
+    told = Member(a_hello(), 1, 0.0, 1.5, report=Report(2, NodeState.DRAINING))
+    telemetry.seen([told], (), 2.0)
+    telemetry.reported(a_hello(incarnation="i2"), a_report(1), 4.0)
+    node = seen(telemetry, 5.0, a_hello(incarnation="i2")).nodes["w0"]
+    assert (node.restarts, node.deaths, node.died_at) == (1, 0, None)
+    telemetry.reported(a_hello(incarnation="i3"), a_report(1), 9.0)
+    node = seen(telemetry, 10.0, a_hello(incarnation="i3")).nodes["w0"]
+    assert (node.restarts, node.deaths, node.died_at) == (2, 1, 4.0)

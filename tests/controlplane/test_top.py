@@ -257,7 +257,7 @@ async def test_json_without_once_is_a_line_for_each_look_until_it_is_ended(mesh:
             first, second = [json.loads(await process.stdout.readline()) for _ in range(2)]
             assert first["workers"] == second["workers"] and second["at_unix_ms"] > first["at_unix_ms"]
             process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
+            assert await process.wait() == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -333,12 +333,18 @@ async def test_in_a_terminal_it_goes_on_until_q_and_leaves_the_terminal_as_it_wa
         terminal.close()
 
 
-async def test_ctrl_c_ends_it_as_a_shell_expects(mesh: Mesh, tells: Tells) -> None:
+async def test_ctrl_c_ends_it_as_q_does(mesh: Mesh, tells: Tells) -> None:
     terminal = Terminal(mesh.address)
     try:
         await terminal.until("w0 ")
         terminal.process.send_signal(signal.SIGINT)
-        assert await terminal.ended() == 130
+        assert await terminal.ended() == 0
         assert termios.tcgetattr(terminal.theirs) == terminal.before
     finally:
         terminal.close()
+
+
+def test_a_worker_that_has_drained_is_none_of_those_that_there_are() -> None:
+    gone = a_worker("w1", connected=False, state=control_pb2.NODE_STATE_DRAINING, age_s=30.0)
+    text = shown(a_worker(), gone)
+    assert "1 worker, 0 gateways · 1 drained" in text

@@ -30,7 +30,7 @@ SECTIONS: dict[str, type] = {"control": ControlSettings, "gateway": GatewaySetti
 TLS = {"tls_ca", "tls_cert", "tls_key", "insecure", "parent_pid", "mesh", "listen"}
 FROM_THE_CLUSTER = {
     "control": TLS | {"metrics", "redis", "replica_id", "advertise", "access"},
-    "gateway": TLS | {"node_id", "http", "control", "keys"},
+    "gateway": TLS | {"node_id", "http", "control", "keys", "process", "siblings"},
     "worker": TLS | {"node_id", "pool", "metrics", "control"},
 }
 """Settings that are no values: the chart knows them."""

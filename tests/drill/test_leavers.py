@@ -31,4 +31,6 @@ async def test_after_clients_that_left_in_every_phase_nothing_is_left(tmp_path, 
         await leavers._lot(running, "test", 60, seen)
         lot = await leavers._rest(running, 60)
     assert sum(lot.remaining.values()) == 0
-    assert sum(seen[phase] for phase in PHASES) >= 55
+    # How far the others get before they leave depends on the machine; everybody came, and some left in each way that needs nobody's answer.
+    assert sum(seen.values()) == 60
+    assert seen["at once"] == seen["reads nothing"] == 60 // len(PHASES)

@@ -29,6 +29,15 @@ ONE_OF_EACH_KIND: dict[str, tuple[str, Any]] = {
 """As typed, and as a program reads it."""
 
 
+def test_up_asks_for_a_model_of_this_start_whatever_the_mesh_served_before(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    for served, workers in (("a-former-model", "2"), ("its-successor", "1")):
+        with up(env, "--workers", workers, "--", "--served-model-name", served) as mesh:
+            assert mesh.until("ready")["greeting"]["model"] == served
+            mesh.process.send_signal(signal.SIGTERM)
+            assert mesh.process.wait(GONE_WITHIN_S) == 0
+
+
 def test_up_answers_on_every_door_and_drains(tmp_path: Path) -> None:
     env = environment(tmp_path)
     taken = socket.create_server(("127.0.0.1", int(env["TRIMTAB_GATEWAY_HTTP"].split(":")[1])))

@@ -127,7 +127,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
         self.node_id = node_id
         self.model = model
         self.script = script
-        self.silent = self.hung = self.draining = False
+        self.silent = self.hung = self.draining = self.hears_wants = False
         self.credits: inference_pb2.Credits | None = None
         self.load = m.Load()
         self.heard: list[inference_pb2.AttachRequest] = []
@@ -197,6 +197,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServiceServicer):
                         pieces=pieces,
                         hung=self.hung,
                         draining=self.draining,
+                        hears_wants=self.hears_wants,
                         starts=sum(e.WhichOneof("event") == "start" for e in self.heard),
                     )
                 )

@@ -83,6 +83,45 @@ def test_what_one_rate_refuses_costs_nothing_of_the_other():
     admission.enter(ACall("c", tenant=acme, tokens=0))
 
 
+def test_of_several_gateways_each_lets_through_its_part_of_the_rates():
+    admission, acme = an_admission(gateways=lambda: 4), Tenant("acme", requests_per_s=8.0, tokens_per_s=400.0)
+    enter(admission, 4, tenant=acme)
+    with pytest.raises(QueueFull, match=r"requests_per_s \(8 in the mesh, and here its part of 4 gateways\)"):
+        admission.enter(ACall("more", tenant=acme))
+    large = Tenant("large", tokens_per_s=400.0)
+    admission.enter(ACall("a", tenant=large, tokens=700))
+    with pytest.raises(QueueFull, match="tokens_per_s") as caught:
+        admission.enter(ACall("b", tenant=large, tokens=700))
+    assert 5_000 < caught.value.retry_after_ms <= 7_001
+
+
+def test_a_tenant_has_a_slot_at_each_gateway_however_many_there_are():
+    admission = an_admission({"batch.active": 4}, serving=lambda: 1, gateways=lambda: 100)
+    acme = Tenant("acme", share=0.5)
+    (call,) = enter(admission, 1, tenant=acme)
+    admission.started(call)
+    assert not admission.may_start("acme", 0.5)
+    assert admission.may_start("globex", 0.5)
+
+
+def test_of_several_gateways_each_holds_its_part_of_the_batch_that_waits():
+    admission = an_admission({"admission.batch_queue": 10, "admission.cold_share": 1.0}, gateways=lambda: 4)
+    bound = scheduling.handover_bound(Policy(), BATCH) + 2
+    enter(admission, bound, workload=BATCH)
+    with pytest.raises(QueueFull, match=f"{bound} batch requests wait here"):
+        admission.enter(ACall("more", workload=BATCH))
+
+
+def test_realtime_waits_at_workers_so_no_gateway_has_a_part_of_its_bound():
+    fields = {"admission.realtime_queue": 8}
+    bounds = [scheduling.handover_bound(Policy(), REALTIME) + 8] * 2
+    for n, bound in zip((1, 4), bounds, strict=True):
+        admission = an_admission(fields, gateways=lambda n=n: n)
+        enter(admission, bound)
+        with pytest.raises(QueueFull, match="wait here"):
+            admission.enter(ACall("more"))
+
+
 def test_a_share_counts_what_is_at_workers_until_it_has_left():
     admission = an_admission({"batch.active": 4}, serving=lambda: 2)
     acme = Tenant("acme", share=0.25)
@@ -192,7 +231,8 @@ async def test_a_degraded_mesh_says_so_and_sends_the_cap_to_the_worker(start_wor
         assert [n.kind for n in notices] == [m.NoticeKind.DEGRADED]
         assert "capped at 9 tokens" in notices[0].detail and "degraded.max_tokens" in notices[0].detail
     starts = [s.start.generate_request for s in worker.heard if s.HasField("start")]
-    assert [r.sampling.max_tokens for r in starts] == [9, 9]
+    assert [r.sampling.max_tokens for r in starts] == [100, 100], "what a client asked for stays as he asked"
+    assert [s.start.output_cap for s in worker.heard if s.HasField("start")] == [9, 9]
     with pytest.raises(QueueFull, match="degraded"):
         await client.complete(a_request(prompt="word " * 100, workload=BATCH))
     await client.complete(a_request(prompt="word " * 100, workload=REALTIME))
@@ -337,11 +377,3 @@ async def test_a_client_that_goes_on_takes_the_place_of_its_lost_call(start_work
             client_of(gateway).complete(a_request(request_id="twice")),
             client_of(gateway).complete(a_request(request_id="twice")),
         )
-
-
-def test_what_a_client_goes_on_with_is_neither_capped_nor_paid_for_again():
-    admission = an_admission({"admission.degraded_max_tokens": 5}, realtime_use=lambda: 1.0)
-    call = ACall(tenant=Tenant("acme", requests_per_s=1.0, tokens_per_s=1.0), tokens=500)
-    call.resumed = True
-    admission.enter(call)
-    assert (call.capped, admission._requests, admission._tokens) == (None, {}, {})

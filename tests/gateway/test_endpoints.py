@@ -8,10 +8,11 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from services.gateway.endpoints import Endpoints
+from services.gateway.fleet import REMEMBERED, REMEMBERED_S, Remembered
 from tests.gateway.builders import a_request, until
 from tests.gateway.fake_worker import WORDS, FakeWorker, Running
 from trimtab import messages as m
-from trimtab.errors import NoWorker
+from trimtab.errors import ModelNotFound, NoWorker
 from trimtab.v1 import control_pb2
 
 
@@ -121,6 +122,48 @@ async def test_a_control_plane_that_goes_away_again_empties_nothing(start_worker
         endpoints.on_fleet(a_view())
         await until(lambda: not endpoints.states())
         assert cache.read_bytes() != kept
+
+
+async def test_a_model_whose_only_worker_left_is_missed_and_not_unknown(start_worker, start_gateway, client_of):
+    first, second = await start_worker("w0", model="a"), await start_worker("w1", model="b")
+    gateway = await start_gateway()
+    gateway.endpoints._leave_grace_s = 0.01
+    gateway.endpoints.on_fleet(a_view(first, second))
+    await until(lambda: len(gateway.endpoints.serving()) == 2)
+    gateway.endpoints.on_fleet(a_view(second))
+    await until(lambda: "w0" not in gateway.endpoints.states())
+    client = client_of(gateway)
+    with pytest.raises(NoWorker, match="last worker of model 'a' has left") as caught:
+        await client.complete(a_request(model="a"), attempts=1)
+    assert caught.value.retry_after_ms
+    with pytest.raises(ModelNotFound, match="model 'c' is not served here; served: b"):
+        await client.complete(a_request(model="c"))
+    # What is listed is what is served.
+    assert [model.name for model in await client.models()] == ["b"]
+    gateway.endpoints.on_fleet(a_view(first, second, incarnation="i2"))
+    await until(lambda: len(gateway.endpoints.serving()) == 2)
+    await client.complete(a_request(model="a"))
+
+
+async def test_a_worker_that_comes_back_with_another_model_has_left_the_old_one(start_worker):
+    worker = await start_worker(model="a")
+    async with some_endpoints() as endpoints:
+        endpoints.on_fleet(a_view(worker))
+        worker.model = "b"
+        endpoints.on_fleet(a_view(worker, incarnation="i2"))
+        with pytest.raises(NoWorker):
+            endpoints.workers("a")
+        assert len(endpoints.workers("b").endpoints) == 1
+
+
+def test_models_that_left_are_forgotten_after_hours_and_are_so_many_at_most():
+    left = Remembered()
+    for i in range(REMEMBERED + 1):
+        left.add(f"m{i}", float(i))
+    assert [left.knows(f"m{i}", 300.0) for i in (0, 1, REMEMBERED)] == [False, True, True]
+    left.add("m1", 1000.0)
+    assert left.knows("m1", 999.0 + REMEMBERED_S)
+    assert not left.knows("m1", 1000.0 + REMEMBERED_S)
 
 
 async def test_a_new_incarnation_takes_the_place_of_the_old_at_once(start_worker):

@@ -229,7 +229,7 @@ async def test_a_workers_error_keeps_its_code_and_reason(start_worker, start_gat
 
 async def test_no_worker_is_its_own_error(start_gateway, client_of):
     client = client_of(await start_gateway())
-    with pytest.raises(NoWorker, match="no worker has joined yet") as caught:
+    with pytest.raises(NoWorker, match="there is no worker now") as caught:
         await client.complete(a_request())
     assert caught.value.retry_after_ms == 1000
 

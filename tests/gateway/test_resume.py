@@ -10,6 +10,7 @@ from tests.gateway.builders import a_request, read, until
 from tests.gateway.fake_worker import FakeWorker, Running
 from trimtab import messages as m
 from trimtab.errors import Draining, EngineDead, Internal, Quarantined, QueueFull, ResumeRefused, StreamCut
+from trimtab.snapshot import Identity
 
 TEXT = ("Hel", "lo", " 🚢", "小", "!")
 
@@ -239,3 +240,42 @@ async def test_deltas_of_both_workers_are_one_stream_on_http_too(chain):
     texts = [json.loads(line[6:])["choices"][0]["text"] for line in raw.splitlines() if line.startswith("data: {")]
     assert "".join(texts) == "".join(TEXT)
     assert raw.rstrip().endswith("[DONE]")
+
+
+async def test_a_resume_says_the_prompt_of_whom_its_tokens_are_not_of_whom_was_asked_first(
+    start_worker, start_gateway, client_of
+):
+    """Workers of two builds may cut a prompt into other tokens: who has the other prompt must not go on with this one's output."""
+    old, new = b"o" * 32, b"n" * 32
+    asked: list[bytes] = []
+
+    def accept(r: Running, digest: bytes) -> None:
+        r.event(m.Accepted(r.start.request_id, r.worker.node_id, Identity(1, 1), 0, 3, digest, True, "m", True))
+
+    async def first(r: Running) -> None:
+        accept(r, old)
+        r.fail(Internal("it broke before a token"))
+
+    async def second(r: Running) -> None:
+        accept(r, new)
+        r.token("A")
+        r.token("B")
+        r.fail(Internal("it broke after two"))
+
+    async def third(r: Running) -> None:
+        assert r.request.resume is not None
+        asked.append(r.request.resume.prompt_digest)
+        r.index = len(r.request.resume.token_ids)
+        accept(r, new)
+        r.token("C")
+        r.finish()
+
+    workers = [await start_worker(f"w{i}", script=script) for i, script in enumerate((first, second, third))]
+    for i, worker in enumerate(workers):
+        worker.load = m.Load(running=10 * i)
+    gateway = await start_gateway(*workers)
+    await until(lambda: all(gateway.endpoints.get(w.address).load == w.load for w in workers))
+    seen: list[m.Event] = []
+    await read(client_of(gateway).generate(a_request(request_id="r")), seen)
+    assert asked == [new]
+    assert "".join(e.text for e in seen if isinstance(e, m.Delta)) == "ABC"

@@ -273,7 +273,30 @@ async def test_mistakes_are_usage(files, flags):
     assert answers(source) == [a_line("a")]
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+async def test_a_mesh_that_goes_away_is_said_once_and_so_is_its_coming_back(files, start_worker, start_gateway):
+    source, out = files
+    echo = Echo(free=10)
+    worker = await start_worker(script=echo)
+    listen = f"127.0.0.1:{free_port()}"
+    gateway = await start_gateway(worker, listen=listen)
+    written(source, [a_line(i) for i in MANY])
+    process = await start(source, out, listen, "--in-flight", "8")
+    await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 10 and echo.running == 8, timeout_s=60.0)
+    await gateway.stop()
+    async with asyncio.timeout(60.0):
+        first = await process.stderr.readline()
+    assert first.startswith(b"no gateway answers (nothing answers at"), first
+    assert b"; trying again until the deadline" in first
+    echo.go_on.set()
+    await start_gateway(worker, listen=listen, node_id="g1")
+    _, rest = await process.communicate()
+    assert process.returncode == 0
+    assert [line.split(b",")[0] for line in rest.splitlines()] == [b"goes on again", b"40 done"]
+    assert b"prompt and" in rest and b"completion tokens in" in rest
+    assert texts(out) == EXPECTED
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 async def test_a_run_that_is_stopped_goes_on_where_it_was(files, start_worker, start_gateway, sig):
     source, out = files
     echo = Echo(free=15)
@@ -283,8 +306,8 @@ async def test_a_run_that_is_stopped_goes_on_where_it_was(files, start_worker, s
     await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 15, timeout_s=60.0)
     process.send_signal(sig)
     _, err = await process.communicate()
-    assert process.returncode == (-9 if sig is signal.SIGKILL else 130)
-    if sig is signal.SIGINT:
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[sig]
+    if sig is not signal.SIGKILL:
         assert b"stopped after 15 of 40 lines; start it again to go on" in err
         assert b"Traceback" not in err
     with out.open("ab") as file:

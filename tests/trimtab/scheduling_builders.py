@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from trimtab.engine import Costs, EngineValue, StepResult
+from trimtab.kv_shape import KvGroup, KvShape
 from trimtab.messages import Workload
 from trimtab.policy import Policy, with_fields
 from trimtab.scheduling import Item, Rules, Shape, StepTimeModel
 from trimtab.snapshot import Limits
 
 REALTIME, BATCH = Workload.REALTIME, Workload.BATCH
+FORGETTING = KvShape((KvGroup(32), KvGroup(8, window=16, count=2), KvGroup(4, window=8), KvGroup(8, chunk=24)))
+"""As of a model like DeepSeek-V4, in miniature."""
 A_MS_A_TOKEN = Costs(step_ms=10.0, token_us=1000.0)
 
 
@@ -107,9 +110,9 @@ class Run:
         return [result.ran.get(request_id, 0) for _, result in self.steps]
 
 
-def a_run(*, costs=A_MS_A_TOKEN, blocks=10_000, block_size=16, learns=False, **fields) -> Run:
+def a_run(*, costs=A_MS_A_TOKEN, blocks=10_000, block_size=16, kv=None, learns=False, **fields) -> Run:
     """By default a step costs 10 ms and a millisecond a token, the planner knows it, and there is more memory than it takes."""
-    engine = EngineValue(costs, block_size, blocks, rules(**fields))
+    engine = EngineValue(costs, block_size, blocks, rules(**fields), kv=kv)
     if not learns:
         engine.planner.model = Knowing(costs)
     return Run(engine)

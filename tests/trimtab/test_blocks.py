@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.blocks import LADDER, SPEED, Figures, gain, kept, nearest, speed, waste
+from trimtab.blocks import LADDER, SPEED, Figures, gain, kept, nearest, recompute_s, speed, waste
+from trimtab.scheduling import Shape, StepTimeModel
 from trimtab.workload import CHAT, CODE, DOCUMENTS, SUMMARIES
 
 lengths = st.lists(st.integers(1, 200_000), max_size=50)
@@ -19,6 +20,20 @@ def test_waste_is_the_empty_share_of_the_slots_in_last_blocks() -> None:
     assert waste([10, 16, 17], 16) == (6 + 0 + 15) / (16 + 16 + 32)
     assert waste([64, 128], 64) == 0.0
     assert waste([], 64) == 0.0
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_computing_anew_takes_what_the_step_model_says_of_its_chunks(requests: int) -> None:
+    model = StepTimeModel([0.0, 0.5, 0.02, 0.0, 0.0, 0.0, 0.0], seen=100)
+    ms, chunk, each = 0.0, 500, 20_000
+    for _ in range(requests):
+        for context in range(0, each, chunk):
+            shape = Shape()
+            shape.add_prefill(chunk, context)
+            ms += model.predict(shape)
+    assert recompute_s(requests * each, requests, 2000.0, 0.02) == pytest.approx(ms / 1000.0)
+    assert recompute_s(requests * each, requests, 2000.0) == pytest.approx(requests * 10.0)
+    assert recompute_s(0, 0, 2000.0, 0.02) == 0.0
 
 
 @given(lengths, sizes)

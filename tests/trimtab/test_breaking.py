@@ -78,7 +78,27 @@ def test_open_lets_nothing_through_and_half_open_three_probes():
     now = breaker.until_ms
     for _ in range(RULES.probes):
         assert gate(breaker, now) is Gate.PROBE
-        breaker = probing(breaker, RULES)
+        breaker = probing(breaker, RULES, now)
+    assert gate(breaker, now) is Gate.SHUT
+    for _ in range(RULES.probes):
+        breaker, _ = observe(breaker, OK, RULES, now, probe=True)
+    assert breaker.phase is Phase.CLOSED
+
+
+def test_probes_that_show_nothing_are_not_waited_for_for_ever():
+    """Prompts of BATCH may take hours to their first token; the worker may have been well all the time."""
+    breaker = opened()
+    now = breaker.until_ms
+    for _ in range(RULES.probes):
+        breaker = probing(breaker, RULES, now)
+    assert gate(breaker, now + RULES.max_open_ms - 1) is Gate.SHUT
+    assert retry_after_ms(breaker, now + RULES.max_open_ms - 500) == 500
+    now += RULES.max_open_ms
+    assert gate(breaker, now) is Gate.PROBE
+    breaker = probing(breaker, RULES, now)
+    for _ in range(RULES.probes - 1):
+        assert gate(breaker, now) is Gate.PROBE
+        breaker = probing(breaker, RULES, now)
     assert gate(breaker, now) is Gate.SHUT
     for _ in range(RULES.probes):
         breaker, _ = observe(breaker, OK, RULES, now, probe=True)
@@ -90,13 +110,13 @@ def test_bad_requests_never_close_a_half_open_one_and_give_their_probe_back():
     now = breaker.until_ms
     for _ in range(20):
         assert gate(breaker, now) is Gate.PROBE
-        breaker, _ = observe(probing(breaker, RULES), Outcome.CLIENT_FAULT, RULES, now, probe=True)
+        breaker, _ = observe(probing(breaker, RULES, now), Outcome.CLIENT_FAULT, RULES, now, probe=True)
     assert breaker.phase is Phase.HALF_OPEN
     assert (breaker.out, breaker.healed) == (0, 0)
 
 
 def test_successes_of_requests_that_were_no_probes_do_not_close_it():
-    breaker = probing(opened(), RULES)
+    breaker = probing(opened(), RULES, 5000.0)
     for _ in range(10):
         breaker, _ = observe(breaker, OK, RULES, 5000.0)
     assert breaker.phase is Phase.HALF_OPEN
@@ -106,7 +126,7 @@ def test_a_failed_probe_opens_it_for_twice_as_long_up_to_the_most():
     breaker, lasted = opened(), []
     for _ in range(8):
         now = breaker.until_ms
-        breaker, trip = observe(probing(breaker, RULES), FAULT, RULES, now, probe=True)
+        breaker, trip = observe(probing(breaker, RULES, now), FAULT, RULES, now, probe=True)
         lasted.append(trip.open_ms)
     assert lasted == [4000, 8000, 16000, 30000, 30000, 30000, 30000, 30000]
 
@@ -158,7 +178,7 @@ def test_a_hung_engine_opens_it_at_once():
 def test_another_gateways_trip_makes_it_half_open_with_one_probe():
     breaker = foreign(Breaker(), "g1: 8 of 10 attempts failed")
     assert gate(breaker, 0.0) is Gate.PROBE
-    breaker = probing(breaker, RULES)
+    breaker = probing(breaker, RULES, 0.0)
     assert gate(breaker, 0.0) is Gate.SHUT
     healed, _ = observe(breaker, OK, RULES, 1.0, probe=True)
     assert healed.phase is Phase.CLOSED
@@ -212,7 +232,7 @@ def test_it_always_lets_something_through_in_the_end_and_never_more_probes_than_
             assert breaker.phase in (Phase.OPEN, Phase.HALF_OPEN)
             continue
         if passes is Gate.PROBE:
-            breaker = probing(breaker, RULES)
+            breaker = probing(breaker, RULES, now)
             out = breaker.out
             assert out + breaker.healed <= breaker.quota
         breaker, _ = observe(breaker, outcome, RULES, now, probe=passes is Gate.PROBE)

@@ -11,6 +11,7 @@ from trimtab import messages as m
 from trimtab import policy as p
 from trimtab import snapshot as s
 from trimtab.errors import InvalidRequest, PolicyRefused
+from trimtab.kv_shape import KvGroup
 from trimtab.v1 import control_pb2, inference_pb2, policy_pb2
 
 text = st.text(max_size=20)
@@ -97,6 +98,8 @@ matches = st.builds(
     tenant=text,
     min_prompt_tokens=u32,
 )
+some = st.integers(1, 1 << 30)
+kv_groups = st.lists(st.builds(KvGroup, some, u32, u32, u32, some), max_size=6).map(tuple)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 logprobs = st.builds(
     m.TokenLogprobs, f32, st.binary(max_size=4),
@@ -159,7 +162,11 @@ def test_events_survive(event):
     assert codec.decode_event(inference_pb2.GenerateResponse.FromString(wire)) == event
 
 
-@given(st.builds(m.Load, u32, u32, u64, u32, u32), st.builds(s.Limits, u32, u32, u32, u32, u32, text), identities)
+@given(
+    st.builds(m.Load, u32, u32, u64, u32, u32),
+    st.builds(s.Limits, u32, u32, u32, u32, u32, text, kv_groups=kv_groups),
+    identities,
+)
 @settings(max_examples=30)
 def test_node_facts_survive(load, limits, identity):
     assert codec.decode_load(codec.encode_load(load)) == load

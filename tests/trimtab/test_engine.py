@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trimtab.scheduling_builders import a_run, rules
+from tests.trimtab.scheduling_builders import FORGETTING, a_run, rules
 from trimtab.engine import Costs, EngineValue
 from trimtab.messages import Load, Workload
 from trimtab.scheduling import Shape
@@ -150,11 +150,20 @@ jobs = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 20), st.sampled_fr
 modes = st.sampled_from(["trimtab", "fcfs", "priority"])
 
 
-@given(jobs, st.integers(1, 6), st.integers(1, 64), st.integers(0, 19), modes, st.integers(14, 40))
+@given(
+    jobs,
+    st.integers(1, 6),
+    st.integers(1, 64),
+    st.integers(0, 19),
+    modes,
+    st.integers(14, 40),
+    st.sampled_from([None, FORGETTING]),
+)
 @settings(max_examples=60, deadline=None)
-def test_every_request_leaves_once_whole_and_blocks_balance(jobs, active, step_tokens, drop, mode, blocks):
+def test_every_request_leaves_once_whole_and_blocks_balance(jobs, active, step_tokens, drop, mode, blocks, kv):
     r = rules(batch__active=active, prefill__step_tokens=step_tokens, scheduler__mode=mode)
-    engine = EngineValue(Costs(10.0, 20.0), block_size=16, total_blocks=blocks, rules=r)
+    blocks = blocks if kv is None else blocks + kv.most(14 * 16)
+    engine = EngineValue(Costs(10.0, 20.0), block_size=16, total_blocks=blocks, rules=r, kv=kv)
     for i, (prompt, output, workload) in enumerate(jobs):
         engine.add(str(i), prompt, output, workload, float(i))
     engine.remove(str(drop))

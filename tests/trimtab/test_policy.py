@@ -197,3 +197,10 @@ def test_diff_lists_set_changed_and_unset_fields():
         ("admission.engine_queue", None, 4),
         ("isolate.tenants", ("a",), ()),
     ]
+
+
+def test_a_field_that_is_like_none_is_answered_with_the_parts_and_not_with_every_name() -> None:
+    with pytest.raises(PolicyRefused) as refused:
+        p.field("zzzz")
+    assert "fields are PART.NAME, of admission, batch," in refused.value.message
+    assert "batch.active" not in refused.value.message and len(refused.value.message) < 500

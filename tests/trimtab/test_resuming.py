@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,16 @@ def test_attempts_that_give_nothing_are_bounded_in_a_row_and_a_token_starts_the_
     standing, verdict = after(standing, Cause.BROKE, gained=1)
     assert verdict.next is Next.ELSEWHERE
     assert standing.fruitless == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.LEFT, Cause.FULL, Cause.DIFFERS])
+def test_workers_that_say_nothing_about_it_leave_it_all_its_tries(cause):
+    standing = running()
+    for _ in range(MAX_FRUITLESS - 1):
+        standing, verdict = after(standing, cause)
+        assert verdict.next is Next.ELSEWHERE
+    standing, verdict = after(standing, Cause.BROKE)
+    assert (verdict.next, standing.fruitless) == (Next.ELSEWHERE, 1)
 
 
 def test_a_full_or_leaving_worker_says_nothing_about_the_request():

@@ -11,7 +11,7 @@ import pytest
 from trimtab.breaking import Gate
 from trimtab.errors import NoWorker, QueueFull
 from trimtab.messages import Load, Workload
-from trimtab.routing import SCANNED, TRIES, Candidate, Need, Ring, Want, key_of, pick
+from trimtab.routing import SCANNED, TRIES, Candidate, Need, Ring, Want, draws, key_of, pick
 
 
 def a_worker(node_id: str = "w0", **facts) -> Candidate:
@@ -25,7 +25,7 @@ def a_fleet(n: int, **facts) -> list[Candidate]:
 
 def draw(seed: object = 0) -> list[float]:
     rng = Random(str(seed))
-    return [rng.random() for _ in range(TRIES)]
+    return [rng.random() for _ in range(TRIES + 2)]
 
 
 class Counted(list):
@@ -78,7 +78,7 @@ def test_full_is_another_answer_than_gone():
 
 
 def test_no_worker_at_all():
-    with pytest.raises(NoWorker, match="no worker has joined"):
+    with pytest.raises(NoWorker, match="there is no worker now"):
         pick([], Want(), draw())
 
 
@@ -189,3 +189,24 @@ def test_a_session_stays_in_a_workers_share_or_out_of_it_and_prompts_that_begin_
     assert set().union(*chosen.values()) == {"canary", "w0"}
     prompt = {pick(fleet, Want(key=key_of("", b"the same")), draw(i), ring).node_id for i in range(40)}
     assert prompt == {"canary", "w0"}
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 40])
+def test_a_canary_gets_its_share_wherever_it_stands_in_the_fleet(workers: int) -> None:
+    rng = Random(7)
+    for at in (0, workers // 2, workers - 1):
+        fleet = [replace(a_worker(f"w{i}"), weight=0.5 if i == at else 1.0) for i in range(workers)]
+        got = sum(
+            pick(fleet, Want(), [rng.random() for _ in range(draws(workers))]).node_id == f"w{at}" for _ in range(4000)
+        )
+        assert got / 4000 == pytest.approx(0.5 / workers, abs=0.02)
+
+
+@pytest.mark.parametrize("workers", [3, 16, 40])
+def test_equals_get_equal_parts(workers: int) -> None:
+    rng = Random(7)
+    fleet = [a_worker(f"w{i}") for i in range(workers)]
+    got = Counter(
+        pick(fleet, Want(), [rng.random() for _ in range(draws(workers))]).node_id for _ in range(400 * workers)
+    )
+    assert min(got.values()) > 300 and max(got.values()) < 500

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trimtab.scheduling_builders import BATCH, an_item
+from trimtab.kv_shape import KvShape
 from trimtab.scheduling.decodes import Decodes
 
 BLOCK = 4
@@ -50,7 +51,7 @@ def test_it_agrees_with_a_list_that_visits_everybody(moves):
         assert all(i in decodes for i in computed) and "nobody" not in decodes
         assert {i: decodes.computed(items[i]) for i in decodes} == computed
         assert decodes.kv_tokens == sum(computed.values())
-        assert decodes.growing(BLOCK) == sum(n % BLOCK == 0 for n in computed.values())
+        assert decodes.growing(KvShape.of(BLOCK)) == sum(n % BLOCK == 0 for n in computed.values())
 
 
 def test_those_at_the_end_are_known_by_their_order():

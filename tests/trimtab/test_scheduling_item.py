@@ -3,6 +3,7 @@
 import pytest
 
 from tests.trimtab.scheduling_builders import BATCH, REALTIME, an_item, rules
+from trimtab.kv_shape import KvShape
 
 
 @pytest.mark.parametrize(
@@ -42,4 +43,4 @@ def test_a_giant_is_longer_than_the_bound():
 
 @pytest.mark.parametrize(("goal", "expected"), [(1, 1), (15, 1), (16, 2), (31, 2), (32, 3)])
 def test_a_request_needs_blocks_for_its_goal_and_the_token_after_it(goal, expected):
-    assert an_item(prompt=goal).blocks(16) == expected
+    assert an_item(prompt=goal).blocks(KvShape.of(16)) == expected

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from tests.trimtab.scheduling_builders import BATCH, REALTIME, Knowing, a_run, an_item, rules
 from trimtab.engine import Costs
+from trimtab.kv_shape import KvShape
 from trimtab.scheduling import Memory, Planner, Shape
 
-MEMORY = Memory(1000, 1000, 16)
+MEMORY = Memory(1000, 1000, KvShape.of(16))
 
 
 def always(item):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.trimtab.scheduling_builders import BATCH, REALTIME, a_run, an_item, rules
+from trimtab.kv_shape import KvShape
 from trimtab.scheduling import Memory, Planner
 from trimtab.scheduling.victims import MOST_AT_ONCE
 
@@ -116,7 +117,7 @@ def test_steps_that_were_under_way_at_its_admission_are_none_of_its_slice():
     """An engine that schedules a step while the one before it runs."""
     planner = Planner(rules())
     first, second = an_item("first", prompt=10), an_item("second", prompt=10)
-    memory = Memory(1000, 1000, 16)
+    memory = Memory(1000, 1000, KvShape.of(16))
 
     def begin(item):
         planner.add(item)
@@ -317,7 +318,7 @@ def test_room_is_made_for_the_blocks_that_decodes_begin_in_the_same_step_too():
 def running(planner, *items):
     for item in items:
         planner.add(item)
-    planner.plan(0.0, Memory(10_000, 10_000, 16), lambda _: True)
+    planner.plan(0.0, Memory(10_000, 10_000, KvShape.of(16)), lambda _: True)
     for item in items:
         planner.waiting.remove(item.request_id)
         planner.running[item.request_id] = planner.prefilling[item.request_id] = item

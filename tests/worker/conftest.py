@@ -53,7 +53,7 @@ class Rig:
         }
         await obedience(self.engine, self.gate)(with_fields(Policy(), {**fits, **fields}))
 
-    async def idle(self) -> None:
+    async def idle(self, *, within_steps: int = IDLE_WITHIN_STEPS) -> None:
         """Until nothing is left anywhere of any request.
 
         Steps decide, not seconds: a request of thousands of tokens that was not freed must not come to its own end meanwhile.
@@ -61,7 +61,7 @@ class Rig:
         begun = self.engine._value.steps
         async with asyncio.timeout(20):
             while self.serving.unfinished or self.gate.handed or self.gate.waiting or self.engine._live:
-                assert self.engine._value.steps - begun < IDLE_WITHIN_STEPS, "a request lives on"
+                assert self.engine._value.steps - begun < within_steps, "a request lives on"
                 await asyncio.sleep(0.005)
         assert self.engine.load().running == 0
 

@@ -227,3 +227,26 @@ async def test_what_a_drain_sends_elsewhere_is_told_so_whether_it_runs_or_waits(
     assert [type(gateway.error(name)) for name in ("runs", "waits")] == [errors.Draining] * 2
     assert gateway.steps[-1].draining
     await rig.idle()
+
+
+@pytest.mark.parametrize(
+    ("asked", "gets"),
+    [
+        ({"max_tokens": 30}, 7),
+        ({"max_tokens": 3}, 3),
+        ({"max_tokens": 30, "min_tokens": 20}, 7),
+        ({"prompt": "x" * 4090}, 6),
+        ({"prompt": "x" * 4090, "max_tokens": 4}, 4),
+    ],
+    ids=["more than it", "less than it", "no fewer than it", "as much as there is room for", "what there is room for"],
+)
+async def test_a_cap_takes_away_what_is_more_and_refuses_nothing(rig, gateway, asked, gets):
+    """What a gateway takes from a request in need must not turn a good one into its client's fault."""
+    request = a_request(asked.pop("prompt", "hi"), max_tokens=asked.get("max_tokens", 30))
+    if "max_tokens" not in asked:
+        request.sampling.ClearField("max_tokens")
+    request.sampling.min_tokens = asked.get("min_tokens", 0)
+    await gateway.start("a", request, output_cap=7)
+    await gateway.until_end("a")
+    assert len(gateway.tokens("a")) == gets
+    assert gateway.pieces["a"][-1].event.WhichOneof("event") == "finish"

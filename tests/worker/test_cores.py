@@ -24,6 +24,11 @@ def test_one_core_is_left_to_everything_else() -> None:
     assert [cores.threads(n) for n in (1, 2, 8)] == [1, 1, 7]
 
 
+@pytest.mark.parametrize(("engines", "expected"), [(1, 8), (2, 4), (3, 2), (8, 1), (9, 1)])
+def test_engines_side_by_side_divide_what_one_would_have(engines: int, expected: int) -> None:
+    assert cores.threads_each(9, engines) == expected
+
+
 @pytest.mark.parametrize(
     ("affinity", "quota", "expected"),
     [(64, None, 64), (64, 4.0, 4), (64, 1.5, 2), (64, 0.1, 1), (2, 8.0, 2)],

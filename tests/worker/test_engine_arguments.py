@@ -16,6 +16,7 @@ from services.worker.engines.vllm import IN_PROCESS, VllmEngine, executor
 from services.worker.engines.vllm_arguments import OURS, OWNED, Arguments, parsed, unknown
 from services.worker.settings import WorkerSettings, engine_arguments
 from trimtab.kit.config import ConfigError, load
+from trimtab.kit.process import free_port
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -153,6 +154,7 @@ def test_a_worker_with_a_misspelt_argument_ends_with_the_settings_exit_code_befo
         str(tmp_path / "model"),
         "--parent-pid",
         str(os.getpid()),
+        *("--listen", f"127.0.0.1:{free_port()}", "--metrics", f"127.0.0.1:{free_port()}"),
     ]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
     assert ended.returncode == 2, ended.stderr

@@ -67,7 +67,7 @@ def test_one_output_of_several_tokens_is_one_gap_and_the_newest_stamp_counts():
     one = bench.begin()
     for at in (100.1, 100.1, 100.4):
         bench.measuring.output(one, Stamps(100.0, 100.1, at, 0), 0.0)
-    assert (one.gaps, one.longest_gap_ms) == (2, pytest.approx(300.0))
+    assert (one.gaps.count, one.gaps.longest_ms) == (2, pytest.approx(300.0))
 
 
 def test_an_engine_that_stamps_nothing_is_measured_by_when_its_outputs_came():
@@ -184,8 +184,8 @@ def test_a_re_cut_of_lengths_and_objectives_holds_for_those_who_come_after_it():
     changes = {"clusters.short_to": 800, "objectives.ttft_p99_ms": 50, "paths.hot_below": 600}
     bench.policy = with_fields(bench.policy, changes)
     after = bench.begin(prompt=700)
-    assert (before.length, before.cold, before.ttft_ms) == (LengthClass.STANDARD, False, 500.0)
-    assert (after.length, after.cold, after.ttft_ms) == (LengthClass.SHORT, True, 50.0)
+    assert (before.length, before.cold, before.targets.ttft_ms) == (LengthClass.STANDARD, False, 500.0)
+    assert (after.length, after.cold, after.targets.ttft_ms) == (LengthClass.SHORT, True, 50.0)
     bench.end(before)
     bench.end(after)
     assert bench.measuring.counters["standard_requests"] == bench.measuring.counters["short_requests"] == 1

@@ -144,6 +144,9 @@ async def test_waste_and_prefixes_are_told_of_the_sizes_that_the_engine_accepts(
     assert not {measures.block_waste(16), measures.DECODE_DEVIATION} & set(standing.gauges(2.0))
     names["decode_deviation"] = 0.4
     assert standing.gauges(2.0)[measures.DECODE_DEVIATION] == 0.4
+    assert measures.PREFILL_MS_PER_1000_CONTEXT not in standing.gauges(2.0)
+    names["step_ms_per_1000_context"] = 0.02
+    assert standing.gauges(2.0)[measures.PREFILL_MS_PER_1000_CONTEXT] == 0.02
 
 
 def test_the_prefill_rate_is_that_of_whole_steps_and_unknown_before_any():

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from services.worker.commands import LEAVING, Commands
 from services.worker.settings import WorkerSettings
 from services.worker.told import BAD_SETTING, GIVEN_UP_S, BadSetting, Kept, Told, decoded
 from trimtab.kit import config
+from trimtab.kit.tls import TlsSettings
 from trimtab.v1 import control_pb2
+from trimtab.worker_settings import FIXED, TOLD, fault_of
 
 FLAGS = {"engine": "simulated", "max_num_seqs": 8}
 
@@ -37,6 +40,18 @@ def a_start(path: Path, *, serves: bool = True) -> tuple[WorkerSettings, Told]:
     if serves:
         told.served()
     return settings, told
+
+
+def test_what_both_planes_know_of_a_workers_settings_are_their_names() -> None:
+    assert {f.name for f in fields(WorkerSettings)} == FIXED | TOLD
+    assert not FIXED & TOLD
+    assert {f.name for f in fields(TlsSettings)} <= FIXED
+
+
+def test_a_name_that_is_none_can_only_be_taken_back() -> None:
+    assert "did you mean worker.block_size?" in fault_of("worker.blok_size", "64")
+    assert fault_of("worker.blok_size", "") == fault_of("worker.block_size", "64") == ""
+    assert "who and where" in fault_of("worker.tls_key", "") and "begin with worker." in fault_of("control.redis", "x")
 
 
 def test_what_was_told_holds_from_the_next_start_on_over_flags(path: Path) -> None:
@@ -147,6 +162,7 @@ import asyncio, pathlib, sys, uvloop
 from services.worker.settings import WorkerSettings
 from services.worker.told import Told
 from trimtab.kit import config
+from trimtab.kit.tls import TlsSettings
 load = lambda told: config.load(WorkerSettings, "worker", flags={"engine": "simulated"}, env={}, told=told)
 ages = iter((0.0, float(sys.argv[2])))
 told = Told(pathlib.Path(sys.argv[1]), load, clock=lambda: next(ages))

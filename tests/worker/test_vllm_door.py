@@ -9,7 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
+from services.worker.reading import Reading
 from tests.worker.conftest import a_request as our_request
 from tests.worker.vllm_door_rig import (
     EOS,
@@ -18,10 +20,12 @@ from tests.worker.vllm_door_rig import (
     a_request,
     collect,
     refused,
+    rest,
     running,
     tokens_of,
 )
 from trimtab import errors, validation
+from trimtab.kit import rpc
 from trimtab.messages import Workload
 from trimtab.v1 import inference_pb2_grpc
 
@@ -209,6 +213,19 @@ async def test_a_client_that_cancels_frees_the_engine(rig):
     await call.read()
     call.cancel()
     await rig.idle()
+
+
+async def test_a_gateway_that_stops_reading_gives_its_place_back(rig, monkeypatch):
+    """It sets no deadline, and its connection takes little."""
+    monkeypatch.setitem(Reading.__init__.__kwdefaults__, "behind_s", 0.05)
+    options = [*rpc.CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(rig.address, options=options) as channel, asyncio.timeout(60):
+        call = pb_grpc.VllmEngineStub(channel).Generate(a_request(max_tokens=4000))
+        await call.read()
+        await rig.idle(within_steps=3500)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        assert isinstance(rpc.from_call(caught.value), errors.SlowReader)
 
 
 async def test_the_deadline_ends_the_stream_and_frees_the_engine(rig):

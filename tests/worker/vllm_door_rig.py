@@ -45,12 +45,12 @@ class Rig:
     def policy(self, **fields: object) -> None:
         self.gate.set_policy(with_fields(Policy(), {k.replace("__", "."): v for k, v in fields.items()}))
 
-    async def idle(self) -> None:
+    async def idle(self, *, within_steps: int = IDLE_WITHIN_STEPS) -> None:
         """Until nothing is left of any request; a long one that was not freed must not come to its own end meanwhile."""
         begun = self.engine._value.steps
         async with asyncio.timeout(PATIENCE_S):
             while self.worker.serving.unfinished or self.gate.handed or self.gate.waiting or self.engine._live:
-                assert self.engine._value.steps - begun < IDLE_WITHIN_STEPS, "a request lives on"
+                assert self.engine._value.steps - begun < within_steps, "a request lives on"
                 await asyncio.sleep(0.005)
         assert self.engine.load().running == 0
 

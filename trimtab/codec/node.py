@@ -9,12 +9,14 @@ from trimtab import messages as m
 from trimtab import snapshot as s
 from trimtab.codec.policy import decode_identity, encode_identity
 from trimtab.errors import InvalidRequest
+from trimtab.kv_shape import KvGroup
 from trimtab.v1 import control_pb2, inference_pb2
 
 MAX_WORD = 512
 """Characters of anything that a node calls itself."""
 MAX_LABELS = 64
 MAX_BLOCK_SIZES = 64
+MAX_KV_GROUPS = 64
 MAX_COUNTERS = 512
 MAX_SKETCHES = 24
 MAX_SKETCH_BYTES = 4 << 10
@@ -59,6 +61,10 @@ def encode_limits(x: s.Limits) -> control_pb2.EngineLimits:
         engine=x.engine,
         block_sizes=x.block_sizes,
         live_blocks=x.live_blocks,
+        kv_groups=[
+            control_pb2.KvGroup(block_size=g.block_size, window=g.window, chunk=g.chunk, cap=g.cap, count=g.count)
+            for g in x.kv_groups
+        ],
     )
 
 
@@ -66,6 +72,9 @@ def decode_limits(pb: control_pb2.EngineLimits) -> s.Limits:
     return s.Limits(
         pb.max_num_seqs, pb.max_step_tokens, pb.max_model_len, pb.block_size, pb.total_blocks, pb.engine,
         tuple(pb.block_sizes[:MAX_BLOCK_SIZES]), pb.live_blocks,
+        tuple(
+            KvGroup(max(1, g.block_size), g.window, g.chunk, g.cap, max(1, g.count)) for g in pb.kv_groups[:MAX_KV_GROUPS]
+        ),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import asyncio
 import enum
 import json
 import os
+import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, Violation
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +38,10 @@ class ExitCode(enum.IntEnum):
     PARTIAL = 5
 
 
+INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE
+"""As of a program that the signal ended: whoever read its output has gone."""
+
 _BY_REASON = {
     "POLICY_REFUSED": ExitCode.REFUSED,
     "CONFLICT": ExitCode.REFUSED,
@@ -44,7 +50,7 @@ _BY_REASON = {
 }
 _BY_GRPC_CODE = {
     "UNAVAILABLE": ExitCode.UNREACHABLE,
-    "DEADLINE_EXCEEDED": ExitCode.UNREACHABLE,
+    "UNIMPLEMENTED": ExitCode.UNREACHABLE,
     "INVALID_ARGUMENT": ExitCode.USAGE,
     "FAILED_PRECONDITION": ExitCode.REFUSED,
     "RESOURCE_EXHAUSTED": ExitCode.REFUSED,
@@ -53,9 +59,36 @@ _BY_GRPC_CODE = {
 }
 
 
+UNKNOWN_FIELD = "UNKNOWN_FIELD"
+"""The cause of a refusal by which a name is mistyped, and no value refused."""
+
+
+class WrongAddress(TrimtabError):
+    """Somebody answers there, and is not who was asked for."""
+
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    reason = "WRONG_ADDRESS"
+
+
 def exit_code(error: TrimtabError) -> ExitCode:
     """By the error's reason where it is known, else by its gRPC code."""
+    if error.metadata.get("cause") == UNKNOWN_FIELD:
+        return ExitCode.USAGE
     return _BY_REASON.get(error.reason) or _BY_GRPC_CODE.get(error.grpc_code, ExitCode.GOAL_FAILED)
+
+
+def astray(error: TrimtabError, address: str, kind: str) -> TrimtabError:
+    """The error itself, or that what answers at `address` is no `kind`: another port of the mesh, or another program."""
+    said = f"{error.message} {error.__cause__}"
+    if "http1.x server" in said:
+        return WrongAddress(f"{address} is no {kind}: it speaks HTTP, not gRPC; is it the right port?")
+    if error.grpc_code == "UNIMPLEMENTED":
+        return WrongAddress(
+            f"{address} is no {kind}, or one of an older build: it answers, but does not know what it was asked "
+            f"({error.message})"
+        )
+    return error
 
 
 def fail(error: TrimtabError, as_json: bool) -> NoReturn:
@@ -68,10 +101,33 @@ def fail(error: TrimtabError, as_json: bool) -> NoReturn:
             **error.metadata,
         }
         echo_json({"error": facts})
-    click.secho(f"error: {error.message}", fg="red", err=True)
+    click.secho(f"error: {_as_typed(error.message, error.violations)}", fg="red", err=True)
     for v in error.violations:
-        click.echo(f"  {v.field}: {v.description}", err=True)
+        # One fault alone is the message already.
+        if v.description not in error.message:
+            click.echo(f"  {_typed(v.field)}: {v.description}", err=True)
     sys.exit(exit_code(error))
+
+
+def usage_json(error: click.UsageError) -> None:
+    """What `fail` tells programs, of a command line that can't be read."""
+    echo_json({"error": {"reason": "USAGE", "message": error.format_message(), "violations": []}})
+
+
+def _as_typed(message: str, violations: Sequence[Violation]) -> str:
+    """Fields of the request by the options that said them."""
+    for v in violations:
+        if v.field:
+            message = re.sub(rf"(^|; ){re.escape(v.field)}: ", rf"\g<1>{_typed(v.field)}: ", message)
+    return message
+
+
+def _typed(field: str) -> str:
+    """The option of the verb that runs, as it is typed, where one has the field's name."""
+    context = click.get_current_context(silent=True)
+    options = context.command.params if context is not None else []
+    found = next((p for p in options if p.name == field and isinstance(p, click.Option)), None)
+    return max(found.opts, key=len) if found is not None else field
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -79,7 +135,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(coroutine)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def echo_json(value: Any) -> None:

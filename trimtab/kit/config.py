@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import tomllib
@@ -25,11 +26,12 @@ FILE_PLACES = (Path("trimtab.toml"), Path("/etc/trimtab/trimtab.toml"))
 
 
 class ConfigError(Exception):
-    """Every fault found, one line each."""
+    """Every fault found, one line each. `settings` is what came of the rest, where something did: for who looks for more."""
 
-    def __init__(self, faults: list[str]) -> None:
+    def __init__(self, faults: list[str], settings: Any = None) -> None:
         super().__init__("\n".join(faults))
         self.faults = faults
+        self.settings = settings
 
 
 def setting(default: Any, help: str) -> Any:
@@ -46,11 +48,12 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME_WORDS = "must be letters, digits, dots, dashes or underscores"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def check(settings: Any, section: str, *, addresses: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> None:
-    """What every process's settings share: ValueError with each fault. `names` become file names; `addresses` may be tuples."""
+def check(settings: Any, section: str, *, addresses: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> list[str]:
+    """Each fault of what every process's settings share. `names` become file names; `addresses` may be tuples."""
     faults: list[str] = []
     for key in addresses:
         value = getattr(settings, key)
@@ -60,12 +63,38 @@ def check(settings: Any, section: str, *, addresses: tuple[str, ...] = (), names
             except ValueError as e:
                 faults.append(f"{section} {key} {e}")
     faults += [
-        f"{section} {key} must be letters, digits, dots, dashes or underscores, not {getattr(settings, key)!r}"
+        f"{section} {key} {NAME_WORDS}, not {getattr(settings, key)!r}"
         for key in names
-        if not _NAME.fullmatch(getattr(settings, key))
+        if not is_name(getattr(settings, key))
     ]
     if settings.log_level not in LOG_LEVELS:
         faults.append(f"{section} log_level must be one of {', '.join(LOG_LEVELS)}, not {settings.log_level!r}")
+    return faults
+
+
+def is_name(said: str) -> bool:
+    """Whether it can name a file, and a node or a mesh."""
+    return _NAME.fullmatch(said) is not None
+
+
+def well_formed(*addresses: str) -> tuple[str, ...]:
+    """Those of them that are host:port; `check` tells of the others."""
+    return tuple(address for address in addresses if not faults_of(functools.partial(host_port, address)))
+
+
+def faults_of(checked: Callable[[], Any]) -> list[str]:
+    """What it refuses, fault by fault; nothing where it takes it."""
+    try:
+        checked()
+    except ConfigError as e:
+        return e.faults
+    except ValueError as e:
+        return str(e).splitlines()
+    return []
+
+
+def refuse(faults: list[str]) -> None:
+    """ValueError with each of them; nothing where there is none."""
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -133,19 +162,25 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
 
 def read_file(path: Path | None) -> dict[str, dict[str, Any]]:
     """The file's sections; a section that nobody reads is an error."""
+    sections, faults = _sections(path)
+    if faults:
+        raise ConfigError(faults)
+    return sections
+
+
+def _sections(path: Path | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Those that are read, and what is wrong with the file as a whole."""
     if path is None:
-        return {}
+        return {}, []
     try:
         data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as e:
-        raise ConfigError([f"{path}: {e}"]) from e
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        return {}, [f"{path}: {e}"]
     faults = [f"{path}: unknown section [{name}]{_nearest(name, SECTIONS)}" for name in data if name not in SECTIONS]
     faults += [
         f"{path}: {name} must be a section" for name, v in data.items() if name in SECTIONS and not isinstance(v, dict)
     ]
-    if faults:
-        raise ConfigError(faults)
-    return data
+    return {name: v for name, v in data.items() if name in SECTIONS and isinstance(v, dict)}, faults
 
 
 def load(
@@ -176,11 +211,10 @@ def load(
         except ValueError as e:
             faults.append(f"{where}: {shown} {e}, not {raw!r}")
 
-    try:
-        for name, raw in read_file(file).get(section, {}).items():
-            take(name, raw, f"{file} [{section}]", name)
-    except ConfigError as e:
-        faults += e.faults
+    sections, wrong = _sections(file)
+    faults += wrong
+    for name, raw in sections.get(section, {}).items():
+        take(name, raw, f"{file} [{section}]", name)
     prefix = f"TRIMTAB_{section.upper()}_"
     for key, raw in env.items():
         if key.startswith(prefix):
@@ -190,12 +224,15 @@ def load(
             take(name, raw, "command line", "--" + name.replace("_", "-"))
     for name, raw in (told or {}).items():
         take(name, raw, "told by the control plane", f"{section}.{name}")
+    built: T
     try:
         built = cls(**found)
+    except ConfigError as e:
+        raise ConfigError([*faults, *e.faults]) from e
     except ValueError as e:
         raise ConfigError([*faults, *str(e).splitlines()]) from e
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(faults, built)
     return built
 
 

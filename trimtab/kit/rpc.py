@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
@@ -258,6 +259,11 @@ class PortTaken(Exception):
     """The address can't be bound; the message names who holds it."""
 
 
+def sharing(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """A server's options where its port is shared with others of its kind on purpose."""
+    return [(name, 1 if name == "grpc.so_reuseport" else value) for name, value in options]
+
+
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None = None, *, clients_need_one: bool = True) -> int:
     """Bind; the port (chosen when it was 0). With TLS callers need a certificate of the mesh, unless told otherwise. PortTaken names the
     holder."""
@@ -272,6 +278,13 @@ def bind(server: grpc.aio.Server, address: str, tls: Tls | None = None, *, clien
     if port == 0:
         raise PortTaken(port_taken(address))
     return port
+
+
+def cannot_listen(address: str, error: OSError) -> str:
+    """One sentence on why a socket could not be bound there."""
+    if error.errno == errno.EADDRINUSE:
+        return port_taken(address)
+    return f"can't listen on {address}: {error.strerror or error}"
 
 
 def port_taken(address: str) -> str:

@@ -6,6 +6,7 @@ else one JSONL file for each process under the mesh's state directory, which `tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 from opentelemetry import trace
@@ -41,10 +42,42 @@ def setup_logging(process: str, *, json_logs: bool | None = None, level: str = "
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Stdout())),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+class _Stdout:
+    """Standard output as the log's: a line that can't be written is lost, and whoever wrote it goes on. Serving never hangs on a log."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except (OSError, ValueError) as e:
+            self._lost(e)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError) as e:
+            self._lost(e)
+
+    def _lost(self, error: Exception) -> None:
+        """Said once, to whom still listens. Whoever read is gone for good: then nothing is kept for him, and the exit code stays ours."""
+        if isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
+        if not self._said:
+            self._said = True
+            with contextlib.suppress(OSError, ValueError):
+                print(f"the log can't be written, and lines are lost: {error}", file=sys.stderr, flush=True)
 
 
 def _add_trace_id(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -336,6 +336,13 @@ def caller_of(auth: Mapping[str, Iterable[bytes]], mesh: str) -> Caller:
     return Caller("", names[0].decode(errors="replace"), "certificate")
 
 
+def process_of(node_id: str) -> str:
+    """The gateway whose process `NAME.1` is, a name that no node has by itself; "" where this is no such name."""
+    name, dot, number = node_id.rpartition(".")
+    return name if dot and number.isascii() and number.isdigit() else ""
+
+
 def speaks_for(caller: Caller, kind: str, node_id: str) -> bool:
     """Whether a node with this caller's certificate may call itself so. Plain text has no say."""
-    return caller == PLAIN or (caller.kind == kind and caller.name in (node_id, ANY_NAME))
+    names = (node_id, ANY_NAME, process_of(node_id)) if kind == "gateway" else (node_id, ANY_NAME)
+    return caller == PLAIN or (caller.kind == kind and bool(caller.name) and caller.name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from trimtab.kv_shape import KvShape
 from trimtab.scheduling.item import Item
 
 
@@ -43,10 +44,10 @@ class Decodes(Mapping[str, Item]):
         """Tokens of one of them whose KV is there."""
         return item.kv_base + self._steps
 
-    def growing(self, block_size: int) -> int:
-        """How many need another KV block for their next token."""
+    def growing(self, kv: KvShape) -> int:
+        """KV blocks that they take for their next tokens."""
         steps = self._steps
-        return sum((i.kv_base + steps) % block_size == 0 for i in self._turns)
+        return kv.begins(i.kv_base + steps for i in self._turns)
 
     def add(self, item: Item, computed: int) -> None:
         """Behind all others."""

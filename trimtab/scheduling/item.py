@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trimtab.kv_shape import KvShape
 from trimtab.messages import Workload
 from trimtab.scheduling.lengths import LengthClass
 from trimtab.scheduling.order import order_ms
@@ -73,10 +74,10 @@ class Item:
         """Tokens still to prefill."""
         return self.goal - self.computed
 
-    def blocks(self, block_size: int) -> int:
-        """KV blocks that the whole prefill and the token after it need."""
-        return self.goal // block_size + 1
+    def blocks(self, kv: KvShape) -> int:
+        """KV blocks that the whole prefill and the token after it need at once, at most."""
+        return kv.blocks(self.goal)
 
-    def still_takes(self, block_size: int) -> int:
+    def still_takes(self, kv: KvShape) -> int:
         """Those of them that a prompt in prefill does not hold yet."""
-        return self.blocks(block_size) - -(-self.computed // block_size)
+        return kv.blocks(self.goal) - kv.held(self.computed)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trimtab.kv_shape import KvShape
 from trimtab.scheduling.item import Item
 from trimtab.scheduling.steptime import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The engine's KV cache now."""
+    """The engine's KV cache now; `kv` says what a request takes of it."""
 
     free_blocks: int
     total_blocks: int
-    block_size: int
+    kv: KvShape
 
     @property
     def use(self) -> float:

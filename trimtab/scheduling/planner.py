@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from trimtab.kv_shape import KvShape
 from trimtab.messages import Workload
 from trimtab.policy import Mode
 from trimtab.scheduling import step, victims
@@ -188,7 +189,7 @@ class Planner:
         for item in list(self.prefilling.values()):
             tokens = ran.get(item.request_id, 0)
             if tokens:
-                self._prefilled(item, tokens, min(item.goal, computed(item)), shape)
+                self._prefilled(item, tokens, computed(item), shape)
             else:
                 idle.append(item)
         shape.decodes = total_tokens - shape.prefill_tokens
@@ -255,9 +256,9 @@ class Planner:
         """Tokens whose KV the running hold."""
         return self.kv_tokens + sum(i.computed for i in self.prefilling.values())
 
-    def growing(self, block_size: int) -> int:
-        """Decodes whose next token needs another block."""
-        return self.protected_decodes.growing(block_size) + self.rest_decodes.growing(block_size)
+    def growing(self, kv: KvShape) -> int:
+        """KV blocks that decodes take for their next tokens."""
+        return self.protected_decodes.growing(kv) + self.rest_decodes.growing(kv)
 
     @property
     def predicted_ms(self) -> float:
@@ -320,8 +321,12 @@ class Planner:
         if oldest_ms is not None:
             self.counters.max_overtake_ms = max(self.counters.max_overtake_ms, item.arrival_ms - oldest_ms)
 
-    def _prefilled(self, item: Item, tokens: int, reached: int, shape: Shape) -> None:
-        """`reached` tokens are computed with this step, `tokens` of them in it; between may lie a hit in the prefix cache."""
+    def _prefilled(self, item: Item, tokens: int, computed: int, shape: Shape) -> None:
+        """So many are `computed` with this step, `tokens` of them in it; between may lie a hit in the prefix cache.
+
+        More than its goal where a token was on its way when it was preempted.
+        """
+        reached = min(item.goal, computed)
         shape.add_prefill(tokens, max(0, reached - tokens))
         self.counters.recomputed_tokens += max(0, min(reached, item.high_water) - max(0, reached - tokens))
         item.high_water = max(item.high_water, reached)
@@ -330,7 +335,7 @@ class Planner:
         if not item.left:
             del self.prefilling[item.request_id]
             item.fresh = False
-            self._start_decoding(item, item.goal)
+            self._start_decoding(item, computed)
 
     def _start_decoding(self, item: Item, computed: int) -> None:
         (self.protected_decodes if item.protected else self.rest_decodes).add(item, computed)

@@ -123,26 +123,25 @@ class _Assembly:
             self.express_waits = any(i.express for i in self.waiting)
 
     def _look_at_prompts(self) -> None:
-        s, bs = self.s, self.memory.block_size
+        s, kv = self.s, self.memory.kv
         prefilling = sorted(s.prefilling.values(), key=_ORDER)
         self.express_prefilling = [i for i in prefilling if i.express]
         self.rest_prefilling = [i for i in prefilling if not i.express]
         self.overdue: list[Item] = []
         # Blocks that prompts in prefill have been promised: nobody but the express may take those.
-        self.promised = sum(i.still_takes(bs) for i in prefilling)
+        self.promised = sum(i.still_takes(kv) for i in prefilling)
         # Free when those who run have taken what this step gives them. Decodes are looked at only where their blocks could matter.
         self.free, wanted = self.memory.free_blocks, float(self.promised)
         if self.waiting:
             # At least what all of them need.
-            wanted += (
-                sum(map(_GOAL, self.waiting)) // bs + len(self.waiting) + self.r.reserve * self.memory.total_blocks
-            )
+            wanted += kv.together(sum(map(_GOAL, self.waiting)), len(self.waiting))
+            wanted += self.r.reserve * self.memory.total_blocks
             self.serial = sum(i.serial for i in prefilling)
             self.serial_protected = sum(i.serial and i.protected for i in prefilling)
             # Looked for only where it matters: it visits everybody who runs.
             self.alone = any(map(_ALONE, self.waiting)) and any(map(_ALONE, s.running.values()))
-        if wanted and self.free < wanted + self.running:
-            self.free -= s.growing(bs)
+        if wanted and self.free < wanted + self.running * kv.kinds:
+            self.free -= s.growing(kv)
 
     def plan(self) -> Plan:
         s, shape, waits = self.s, self.shape, bool(self.waiting)
@@ -324,7 +323,7 @@ class _Assembly:
 
     def _fits(self, item: Item, keep: float) -> bool:
         free = self.free if item.express else self.free - self.promised
-        return free - item.blocks(self.memory.block_size) >= keep * self.memory.total_blocks
+        return free - item.blocks(self.memory.kv) >= keep * self.memory.total_blocks
 
     def _hard(self, item: Item, reserved_slots: int) -> bool:
         if not self._place(reserved_slots) or self._excluded(item):
@@ -361,8 +360,7 @@ class _Assembly:
         context = item.computed + self.result.allowance.get(item.request_id, 0)
         room = min(tokens, self.s.model.prefill_room(self.shape, limit_ms, context))
         if item.request_id in self.s.prefilling and not item.express:
-            bs = self.memory.block_size
-            room = min(room, -context % bs + max(0, self.free) * bs)
+            room = self.memory.kv.room(context, room, self.free)
         return room
 
     def _chunk(self, item: Item, tokens: int) -> int:
@@ -374,8 +372,7 @@ class _Assembly:
             return 0
         self.shape.add_prefill(tokens, item.computed + has)
         if item.request_id in self.s.prefilling:
-            bs, context = self.memory.block_size, item.computed + has
-            takes = -(-(context + tokens) // bs) - -(-context // bs)
+            takes = self.memory.kv.taken(item.computed + has, tokens)
             self.free -= takes
             self.promised -= takes
         if not item.protected:
@@ -390,7 +387,7 @@ class _Assembly:
         self.serial += item.serial
         self.serial_protected += item.serial and item.protected
         self.alone |= item.alone
-        self.free -= item.blocks(self.memory.block_size)
+        self.free -= item.blocks(self.memory.kv)
         self.result.admit.append(item)
 
     def _admit(self, item: Item, tokens: int) -> int:

@@ -62,14 +62,14 @@ def by_choice(s: Planner, now_ms: float, memory: Memory, ready: Callable[[Item],
 
 def _of_express(s: Planner, express: Sequence[Item], memory: Memory) -> _Need | None:
     """Slots for all of them and blocks for the first."""
-    bs, least = memory.block_size, len(s.running) + 1 - s.rules.active
+    kv, least = memory.kv, len(s.running) + 1 - s.rules.active
     slots = len(express) + least - 1
     # Express prompts that run take theirs first, and so does a decode that begins a block.
     blocks = (
-        express[0].blocks(bs) + sum(i.still_takes(bs) for i in s.prefilling.values() if i.express) - memory.free_blocks
+        express[0].blocks(kv) + sum(i.still_takes(kv) for i in s.prefilling.values() if i.express) - memory.free_blocks
     )
-    if blocks > -len(s.running):
-        blocks += s.growing(bs)
+    if blocks > -len(s.running) * kv.kinds:
+        blocks += s.growing(kv)
     return _Need(slots, least, blocks) if slots > 0 or blocks > 0 else None
 
 
@@ -77,7 +77,7 @@ def _of_cold(
     s: Planner, express: Sequence[Item], now_ms: float, memory: Memory, ready: Callable[[Item], bool]
 ) -> _Need | None:
     """Slots or places for protected requests with cold prompts, where that is what they lack; memory they wait for."""
-    r, bs, running = s.rules, memory.block_size, len(s.running)
+    r, kv, running = s.rules, memory.kv, len(s.running)
     # The express take their slots and blocks first.
     least = max(running + len(express) - r.active, running - s.express_running - r.hard_cap) + 1
     if least < 1 or memory.use > r.pressure_threshold:
@@ -85,13 +85,13 @@ def _of_cold(
     cold = list(_cold(s, express, now_ms, ready))
     if not cold:
         return None
-    blocks = sum(i.blocks(bs) for i in (*express, cold[0])) + sum(i.still_takes(bs) for i in s.prefilling.values())
-    return _Need(len(cold) + least - 1, least, blocks - memory.free_blocks + s.growing(bs))
+    blocks = sum(i.blocks(kv) for i in (*express, cold[0])) + sum(i.still_takes(kv) for i in s.prefilling.values())
+    return _Need(len(cold) + least - 1, least, blocks - memory.free_blocks + s.growing(kv))
 
 
 def _cheapest(s: Planner, need: _Need, memory: Memory, *, slices_last: bool) -> list[Item]:
     """Of those whose time is over, as many as it needs; counted as denied where time slices are what keeps them."""
-    r, bs = s.rules, memory.block_size
+    r = s.rules
     if slices_last:
         s.counters.slices_denied += 1
         return []
@@ -111,7 +111,7 @@ def _cheapest(s: Planner, need: _Need, memory: Memory, *, slices_last: bool) -> 
                 denied += 1
                 soonest = min(soonest, item.busy_at_admission + item.held_ms + r.slice_ms)
     able.sort(key=s.computed)
-    found = _fewest([(i, -(-s.computed(i) // bs)) for i in able], need)
+    found = _fewest([(i, memory.kv.held(s.computed(i))) for i in able], need)
     if not able:
         # Until the soonest of these; who is admitted later brings his own time. Infinite where nobody may be preempted any more.
         s.no_victim_before_ms = soonest

@@ -132,7 +132,7 @@ class SimulatedGateway:
         want = routing.Want(r.workload, routing.Need.ISOLATION if apart else routing.Need.ANY)
         fleet = [w.candidate(r.workload, now_ms) for w in self._workers]
         try:
-            pick = routing.pick(fleet, want, [self._rng.random() for _ in range(routing.TRIES)])
+            pick = routing.pick(fleet, want, [self._rng.random() for _ in range(routing.draws(len(fleet)))])
         except (NoWorker, QueueFull):
             return False
         next(w for w in self._workers if w.node.node_id == pick.node_id).give(r, now_ms)

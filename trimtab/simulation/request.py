@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from trimtab.measuring import Gaps
 from trimtab.messages import Workload
 
 
@@ -45,10 +46,7 @@ class Request:
     scheduled_ms: float | None = None
     first_ms: float | None = None
     last_ms: float = 0.0
-    gaps: int = 0
-    late_gaps: int = 0
-    """Above the objective."""
-    longest_gap_ms: float = 0.0
+    gaps: Gaps = field(default_factory=Gaps)
     preemptions: int = 0
     orphaned_ms: float | None = None
     """Since when it has been looking for another worker."""

@@ -59,7 +59,13 @@ class SimulatedWorker:
         self.stage = Stage.STARTING
         self.policy = policy
         limits = node.limits
-        self.engine = EngineValue(costs, limits.block_size, limits.total_blocks, Rules.of(policy, limits))
+        self.engine = EngineValue(
+            costs,
+            limits.block_size,
+            limits.total_blocks,
+            Rules.of(policy, limits),
+            kv=limits.kv if limits.kv_groups else None,
+        )
         self.measuring = Measuring(now_ms)
         self.requests: dict[str, Request] = {}
         self.step: StepResult | None = None
@@ -211,11 +217,7 @@ class SimulatedWorker:
                 measuring.first_token(r, self.policy)
                 batch_tokens += r.prompt * (r.workload is Workload.BATCH)
             elif r.delivered > r.delivered_before:
-                gap_ms = now_ms - r.last_ms
-                r.gaps += 1
-                r.late_gaps += gap_ms > self.policy.objectives.itl_p99_ms
-                r.longest_gap_ms = max(r.longest_gap_ms, gap_ms)
-                measuring.gap(r.workload, gap_ms)
+                measuring.gap(r, self.policy, now_ms - r.last_ms)
             r.last_ms = now_ms
             r.delivered += 1
             batch_tokens += r.workload is Workload.BATCH

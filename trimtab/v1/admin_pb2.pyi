@@ -1906,6 +1906,8 @@ class NodeTelemetry(_message.Message):
     BATCH_ACTIVE_SPEC_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     OUT_OF_MEMORY_AGO_S_FIELD_NUMBER: _builtins.int
+    DEATHS_FIELD_NUMBER: _builtins.int
+    DIED_AGO_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     role: _control_pb2.Role.ValueType
@@ -1929,6 +1931,10 @@ class NodeTelemetry(_message.Message):
     batch_active_spec: _builtins.int
     out_of_memory_ago_s: _builtins.float
     """Since an engine of it last ran out of memory; absent where none did."""
+    deaths: _builtins.int
+    """How many of those restarts came without a drain before: the process was killed, died, or was cut off."""
+    died_ago_s: _builtins.float
+    """Since the newest of them was last heard of; absent where none was."""
     @_builtins.property
     def load(self) -> _inference_pb2.Load: ...
     @_builtins.property
@@ -1974,17 +1980,23 @@ class NodeTelemetry(_message.Message):
         batch_active_spec: _builtins.int = ...,
         limits: _control_pb2.EngineLimits | None = ...,
         out_of_memory_ago_s: _builtins.float | None = ...,
+        deaths: _builtins.int = ...,
+        died_ago_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "limits", b"limits", "load", b"load", "out_of_memory_ago_s", b"out_of_memory_ago_s", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_died_ago_s", b"_died_ago_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "died_ago_s", b"died_ago_s", "limits", b"limits", "load", b"load", "out_of_memory_ago_s", b"out_of_memory_ago_s", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "batch_active", b"batch_active", "batch_active_spec", b"batch_active_spec", "breaker", b"breaker", "connected", b"connected", "gauges", b"gauges", "incarnation", b"incarnation", "itl_objective_ms", b"itl_objective_ms", "limits", b"limits", "load", b"load", "model", b"model", "node_id", b"node_id", "out_of_memory_ago_s", b"out_of_memory_ago_s", "pool", b"pool", "refused", b"refused", "refused_because", b"refused_because", "restarts", b"restarts", "role", b"role", "stale", b"stale", "state", b"state", "totals", b"totals", "ttft_objective_ms", b"ttft_objective_ms", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_died_ago_s", b"_died_ago_s", "_out_of_memory_ago_s", b"_out_of_memory_ago_s", "age_s", b"age_s", "applied", b"applied", "batch_active", b"batch_active", "batch_active_spec", b"batch_active_spec", "breaker", b"breaker", "connected", b"connected", "deaths", b"deaths", "died_ago_s", b"died_ago_s", "gauges", b"gauges", "incarnation", b"incarnation", "itl_objective_ms", b"itl_objective_ms", "limits", b"limits", "load", b"load", "model", b"model", "node_id", b"node_id", "out_of_memory_ago_s", b"out_of_memory_ago_s", "pool", b"pool", "refused", b"refused", "refused_because", b"refused_because", "restarts", b"restarts", "role", b"role", "stale", b"stale", "state", b"state", "totals", b"totals", "ttft_objective_ms", b"ttft_objective_ms", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
     _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
+    _WhichOneofReturnType__died_ago_s: _TypeAlias = _typing.Literal["died_ago_s"]  # noqa: Y015
+    _WhichOneofArgType__died_ago_s: _TypeAlias = _typing.Literal["_died_ago_s", b"_died_ago_s"]  # noqa: Y015
     _WhichOneofReturnType__out_of_memory_ago_s: _TypeAlias = _typing.Literal["out_of_memory_ago_s"]  # noqa: Y015
     _WhichOneofArgType__out_of_memory_ago_s: _TypeAlias = _typing.Literal["_out_of_memory_ago_s", b"_out_of_memory_ago_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__age_s) -> _WhichOneofReturnType__age_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__died_ago_s) -> _WhichOneofReturnType__died_ago_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__out_of_memory_ago_s) -> _WhichOneofReturnType__out_of_memory_ago_s | None: ...
 

@@ -267,6 +267,7 @@ class EngineLimits(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     BLOCK_SIZES_FIELD_NUMBER: _builtins.int
     LIVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_GROUPS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Rows of the engine's batch (vLLM: max_num_seqs)."""
     max_step_tokens: _builtins.int
@@ -282,6 +283,10 @@ class EngineLimits(_message.Message):
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """KV block sizes that it accepts, of those that were asked for."""
 
+    @_builtins.property
+    def kv_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Of its layers, where they don't all keep all tokens in blocks of block_size; else empty."""
+
     def __init__(
         self,
         *,
@@ -293,14 +298,53 @@ class EngineLimits(_message.Message):
         engine: _builtins.str = ...,
         block_sizes: _abc.Iterable[_builtins.int] | None = ...,
         live_blocks: _builtins.bool = ...,
+        kv_groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_sizes", b"block_sizes", "engine", b"engine", "live_blocks", b"live_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_sizes", b"block_sizes", "engine", b"engine", "kv_groups", b"kv_groups", "live_blocks", b"live_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineLimits: _TypeAlias = EngineLimits  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers that keep KV alike; the groups of an engine take blocks from one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    CAP_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    """Tokens a block; 2^30 where a request takes the same whatever its length."""
+    window: _builtins.int
+    """Newest tokens that a token looks back on, itself among them; 0 for all."""
+    chunk: _builtins.int
+    """Or those of its own part of so many tokens; 0 for all."""
+    cap: _builtins.int
+    """Blocks that a request holds at most; 0 for no bound."""
+    count: _builtins.int
+    """So many groups are alike; 0 is taken for 1."""
+    def __init__(
+        self,
+        *,
+        block_size: _builtins.int = ...,
+        window: _builtins.int = ...,
+        chunk: _builtins.int = ...,
+        cap: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cap", b"cap", "chunk", b"chunk", "count", b"count", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
@@ -1167,7 +1211,10 @@ class FleetView(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    gateways: _builtins.int
+    """Gateways that take requests, this one among them: each gives a tenant its part of what the mesh allows him. 0 means that nobody says."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
     def __init__(
@@ -1175,10 +1222,11 @@ class FleetView(_message.Message):
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___FleetWorker] | None = ...,
+        gateways: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

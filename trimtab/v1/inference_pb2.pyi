@@ -495,7 +495,9 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """Sent at once, before any engine work, so that headers and keep-alives never wait for a long prefill."""
+    """Sent at once, before any engine work, so that headers and keep-alives never wait for a long prefill. Comes again before the first delta
+    where the request moves to a worker that cuts the prompt into other tokens: the newest holds.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -754,6 +756,7 @@ class AttachRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    WANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AttachHello: ...
     @_builtins.property
@@ -764,6 +767,8 @@ class AttachRequest(_message.Message):
     def superseded(self) -> Global___Superseded: ...
     @_builtins.property
     def window(self) -> Global___Window: ...
+    @_builtins.property
+    def wants(self) -> Global___Wants: ...
     def __init__(
         self,
         *,
@@ -772,12 +777,13 @@ class AttachRequest(_message.Message):
         cancel: Global___Cancel | None = ...,
         superseded: Global___Superseded | None = ...,
         window: Global___Window | None = ...,
+        wants: Global___Wants | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "event", b"event", "hello", b"hello", "start", b"start", "superseded", b"superseded", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "event", b"event", "hello", b"hello", "start", b"start", "superseded", b"superseded", "wants", b"wants", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "event", b"event", "hello", b"hello", "start", b"start", "superseded", b"superseded", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "event", b"event", "hello", b"hello", "start", b"start", "superseded", b"superseded", "wants", b"wants", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "start", "cancel", "superseded", "window"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "start", "cancel", "superseded", "window", "wants"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -788,19 +794,44 @@ class AttachHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    TELLS_WANTS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
+    tells_wants: _builtins.bool
+    """It sends Wants. One that does not is granted all that is free, as if it were alone."""
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        tells_wants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "tells_wants", b"tells_wants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachHello: _TypeAlias = AttachHello  # noqa: Y015
+
+@_typing.final
+class Wants(_message.Message):
+    """Requests that wait in the gateway, and that this worker could take; those that it is sent later are taken off by both sides."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    batch: _builtins.int
+    def __init__(
+        self,
+        *,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wants: _TypeAlias = Wants  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
@@ -813,6 +844,7 @@ class Start(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CAP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Grows with every Start of a gateway, so that a later one with the same id is never confused with it."""
@@ -823,6 +855,10 @@ class Start(_message.Message):
     """Tokens that the reader can take at first; Window adds to it."""
     age_ms: _builtins.int
     """Milliseconds since the gateway got the request: its place in every queue counts from then, also after a move."""
+    output_cap: _builtins.int
+    """Tokens of output at most, whatever the request asks for; 0 means as it asks. Not in the request: what a client asked for is judged, and
+    what a gateway takes from it is not.
+    """
     @_builtins.property
     def generate_request(self) -> Global___GenerateRequest: ...
     def __init__(
@@ -835,10 +871,11 @@ class Start(_message.Message):
         traceparent: _builtins.str = ...,
         window: _builtins.int = ...,
         age_ms: _builtins.int = ...,
+        output_cap: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generate_request", b"generate_request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "generate_request", b"generate_request", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "generate_request", b"generate_request", "output_cap", b"output_cap", "request_id", b"request_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -954,6 +991,7 @@ class Step(_message.Message):
     HUNG_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
+    HEARS_WANTS_FIELD_NUMBER: _builtins.int
     step_no: _builtins.int
     hung: _builtins.bool
     """Work is scheduled and no engine step has ended in time."""
@@ -961,6 +999,8 @@ class Step(_message.Message):
     """It takes no new requests, and ends or is left by those that it has."""
     starts: _builtins.int
     """Starts of this link that load and credits know of; absent where the worker does not count them."""
+    hears_wants: _builtins.bool
+    """The worker reads Wants."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -977,10 +1017,11 @@ class Step(_message.Message):
         hung: _builtins.bool = ...,
         draining: _builtins.bool = ...,
         starts: _builtins.int | None = ...,
+        hears_wants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_starts", b"_starts", "credits", b"credits", "load", b"load", "starts", b"starts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_starts", b"_starts", "credits", b"credits", "draining", b"draining", "hung", b"hung", "load", b"load", "pieces", b"pieces", "starts", b"starts", "step_no", b"step_no"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_starts", b"_starts", "credits", b"credits", "draining", b"draining", "hears_wants", b"hears_wants", "hung", b"hung", "load", b"load", "pieces", b"pieces", "starts", b"starts", "step_no", b"step_no"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__starts: _TypeAlias = _typing.Literal["starts"]  # noqa: Y015
     _WhichOneofArgType__starts: _TypeAlias = _typing.Literal["_starts", b"_starts"]  # noqa: Y015
@@ -1033,7 +1074,7 @@ class Credits(_message.Message):
     realtime: _builtins.int
     """Into its engine or its queue."""
     batch: _builtins.int
-    """Into its engine alone: BATCH waits in gateways, so that it is bound to a worker as late as can be."""
+    """Into its engine alone: BATCH waits in gateways, so that it is bound to a worker as late as can be. What is free is divided among gateways."""
     def __init__(
         self,
         *,

@@ -185,8 +185,8 @@ async def _turn(
     client: Client, steering: Steering, arm: Arm, number: int, course: Course, found: Found, seed: int, show: Progress
 ) -> Block:
     show.stage(f"round {number + 1}: {arm.name}")
-    await steering.steer(arm.policy)
     await calm(steering, arm)
+    await steering.steer(arm.policy)
     begun_ms = time.time() * 1000.0
     mine = arrivals(course, found.capacity, f"{seed}/{number}")
     load = await send(client, mine, f"{seed}/{number}/{arm.name}", lambda s: None)
@@ -205,7 +205,10 @@ async def _turn(
 
 
 async def calm(steering: Steering, arm: Arm) -> None:
-    """Until no controller holds anything: what one arm's loops did is nothing of the next one's."""
+    """Until no controller holds anything: what one arm's loops did is nothing of the next one's. They let go as they are switched off; those
+    that are on may hold on for as long as there is no load to judge by.
+    """
+    await steering.steer(FOUR[2].policy)
     deadline = time.monotonic() + CALM_S
     while await steering.adjusted():
         if time.monotonic() > deadline:

@@ -133,8 +133,8 @@ async def _turn(
     s: Stand, client: Client, arm: Arm, number: int, course: Course, found: Found, seed: int, *, real: bool
 ) -> Block:
     """The worker that hangs is another one each round."""
-    await s.mesh.steering.steer(arm.policy)
     await calm(s.mesh.steering, arm)
+    await s.mesh.steering.steer(arm.policy)
     worker = f"w{number % len(s.mesh.workers)}"
     ends, begun, begun_unix_ms = len(s.supervisor.ends), time.monotonic(), time.time() * 1000.0
     mine = arrivals(course, found.capacity, f"{seed}/{number}")

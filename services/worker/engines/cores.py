@@ -24,6 +24,11 @@ def threads(cores: int) -> int:
     return max(1, cores - 1)
 
 
+def threads_each(cores: int, engines: int) -> int:
+    """That compute in each of so many engines side by side on these cores."""
+    return max(1, threads(cores) // engines)
+
+
 def usable(groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
     """Cores of this process: the fewer of its affinity and its quota, a part of one counted as one."""
     return bounded(len(os.sched_getaffinity(0)), quota(groups, mounts))

@@ -21,6 +21,7 @@ from services.worker.engines.cores import threads, usable
 from services.worker.engines.death import Death, death_of
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_arguments import OURS, Arguments
+from services.worker.engines.vllm_limits import limits_of
 from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
 from trimtab.blocks import Reblock, When
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, ReblockRefused, Violation
@@ -42,6 +43,8 @@ OUR_PLUGIN = "trimtab"
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 OWN_BLOCKS = 1
 """vLLM's block pool keeps one, which stands for no block."""
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""Whole GiB of a CPU's KV cache."""
 STOP_S = 2.0
 """What vLLM's processes get to end by themselves. They hold nothing worth saving, and its own patience adds up to 8 s of waiting."""
 
@@ -52,13 +55,13 @@ def environment(kv_cache_gib: int) -> dict[str, str]:
     Of vLLM's plug-ins ours is loaded, and those that VLLM_PLUGINS names already.
     """
     wanted = {
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        KV_SPACE: str(kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     found = {k: os.environ.get(k, v) for k, v in wanted.items()}
-    found["VLLM_CPU_KVCACHE_SPACE"] = wanted["VLLM_CPU_KVCACHE_SPACE"]
+    found[KV_SPACE] = wanted[KV_SPACE]
     others = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name not in ("", OUR_PLUGIN)]
     found["VLLM_PLUGINS"] = ",".join([*others, OUR_PLUGIN])
     found[OWNER_ENV] = str(os.getpid())
@@ -123,6 +126,9 @@ class VllmEngine:
 
     async def start(self) -> None:
         os.environ.update(environment(self._kv_cache_gib))
+        if self._arguments.sizes_cache:
+            # vLLM would heed the variable instead, and say nothing of it.
+            del os.environ[KV_SPACE]
         where = executor(self._arguments.alone)
         if where == IN_PROCESS:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads(usable())))
@@ -153,16 +159,7 @@ class VllmEngine:
         self.kv_bytes_per_token = facts["kv_bytes_per_token"]
         self.even_blocks = facts["even_blocks"]
         config = self._llm.model_config
-        self.limits = Limits(
-            max_num_seqs=facts["max_num_seqs"],
-            max_step_tokens=facts["max_step_tokens"],
-            max_model_len=config.max_model_len,
-            block_size=facts["block_size"],
-            total_blocks=facts["total_blocks"],
-            engine=f"vllm {vllm.__version__}",
-            block_sizes=tuple(facts["block_sizes"]),
-            live_blocks=facts["live_blocks"],
-        )
+        self.limits = limits_of(facts, config.max_model_len, f"vllm {vllm.__version__}")
         # The model's own sampling defaults (generation_config.json), as vLLM's servers use them.
         self._defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
         ends = config.try_get_generation_config().get("eos_token_id")

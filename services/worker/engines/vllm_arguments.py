@@ -72,6 +72,11 @@ class Arguments:
         """Whether one process holds the whole model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size == 1 and not self.distributed_executor
 
+    @property
+    def sizes_cache(self) -> bool:
+        """Whether `more` says how many bytes the KV cache has, which then counts, and not `kv_cache_gib`."""
+        return self.more.get("kv_cache_memory_bytes") is not None
+
     def check(self, known: Collection[str]) -> None:
         """ConfigError with one fault for each of `more` that the installed vLLM, which has `known`, does not have."""
         if faults := unknown(self.more, known):

@@ -45,6 +45,7 @@ class Run:
     lengths: Mapping[str, Lengths] = field(default_factory=dict)
     live: Iterable[Adjustment] = ()
     wants: Mapping[str, int] = field(default_factory=dict)
+    restarted: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     started_at: float = 0.0
     silent: set[str] = field(default_factory=set)
     now: float = NOW
@@ -57,6 +58,7 @@ class Run:
     def seen(self) -> Seen:
         seen = a_seen(*self.nodes, now=self.now, started_at=self.started_at, lengths=self.lengths)
         seen.wants = self.wants
+        seen.restarted = self.restarted
         return seen
 
     def tick(self, seconds: int = 1, before: Callable[[], object] = lambda: None) -> Decision:

@@ -4,113 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
-import click
 import pytest
-from click.testing import CliRunner, Result
 
 from controlplane.admin.restarts import SENT_S
-from controlplane.cli_restart import add_parser
 from controlplane.controllers.decision import Restart as Sent
 from controlplane.restarts.state import Order, Restart, Stage, Turn, encode
 from controlplane.restarts.steps import Ask
 from controlplane.store import Mark
 from controlplane.store.memory import MemoryStore
 from controlplane.store.redis import RedisStore
-from tests.controlplane.mesh import PATIENCE_S, FakeNode, Mesh, a_mesh
-from trimtab import codec
+from tests.controlplane.mesh import PATIENCE_S, Mesh, a_mesh
+from tests.controlplane.restarts.phoenix import SETTINGS, Phoenix, an_order, once, three
 from trimtab.errors import Conflict, InvalidRequest
-from trimtab.messages import Hello, NodeState, Role
+from trimtab.messages import NodeState
 from trimtab.v1 import admin_pb2, control_pb2
-
-SETTINGS = {"worker.max_num_seqs": "32"}
-
-
-class Phoenix(FakeNode):
-    """Drains where it is told to, and comes back as another process with what it was told. `returns` False: it does not."""
-
-    def __init__(
-        self, mesh: Mesh, node_id: str, life: int = 1, told: dict[str, str] | None = None, address: str | list[str] = ""
-    ) -> None:
-        super().__init__(address or mesh.address, node_id, incarnation=f"{node_id}.{life}")
-        self.mesh = mesh
-        self.life = life
-        self.told = told or {}
-        self.at = address
-        self.returns = True
-        self.refuses = ""
-        self.next: Phoenix | None = None
-        self.leaving: asyncio.Task[None] | None = None
-        self.obeys = self._obey
-
-    def _hello(self) -> control_pb2.Hello:
-        return codec.encode_hello(
-            Hello(
-                self.node,
-                self._incarnation,
-                Role.WORKER,
-                "tiny",
-                held=self.held.value,
-                address="127.0.0.1:7100",
-                told=self.told,
-            )
-        )
-
-    def _obey(self, command: control_pb2.Command) -> control_pb2.CommandResult | None:
-        if command.WhichOneof("command") != "drain" or not command.drain.restart:
-            return None
-        if self.refuses:
-            return control_pb2.CommandResult(ok=False, reason="BAD_SETTING", message=self.refuses)
-        if self.leaving is None:
-            told = {**self.told, **command.drain.settings}
-            self.state = NodeState.DRAINING
-            self.link.send_event(control_pb2.NodeEvent(drain_begun=control_pb2.DrainBegun()))
-            self.leaving = asyncio.create_task(self._leave({k: v for k, v in told.items() if v}))
-        return control_pb2.CommandResult(ok=True)
-
-    async def _leave(self, told: dict[str, str]) -> None:
-        await self.link.said(2.0)
-        await self.stop()
-        if self.returns:
-            self.next = Phoenix(self.mesh, self.node.node_id, self.life + 1, told, self.at)
-            self.mesh.start_node(self.next)
-
-    @property
-    def newest(self) -> Phoenix:
-        return self.next.newest if self.next is not None else self
-
-
-async def three(mesh: Mesh, count: int = 3) -> list[Phoenix]:
-    """All of them serve."""
-    made = [Phoenix(mesh, f"w{i}") for i in range(count)]
-    for node in made:
-        mesh.start_node(node)
-    await mesh.until(lambda f: sum(m.report is not None for m in f.values()) == count)
-    return made
-
-
-def an_order(**more: Any) -> dict[str, Any]:
-    return {
-        "settings": SETTINGS, "drain_ms": 1000, "ready_ms": 30_000, "author": "ada", "reason": "more rows", **more
-    }  # fmt: skip
-
-
-async def shown(mesh: Mesh, rollout_id: str) -> admin_pb2.Rollout:
-    [found] = (await mesh.admin.rollouts(rollout_id=rollout_id)).rollouts
-    return found
-
-
-async def once(mesh: Mesh, rollout_id: str, holds: Callable[[admin_pb2.Rollout], bool]) -> admin_pb2.Rollout:
-    async with asyncio.timeout(2 * PATIENCE_S):
-        while True:
-            found = await shown(mesh, rollout_id)
-            if holds(found):
-                return found
-            await asyncio.sleep(0.05)
 
 
 async def test_all_workers_come_back_with_what_they_were_told_one_at_a_time() -> None:
@@ -255,6 +165,9 @@ async def test_what_can_not_be_begun_is_refused() -> None:
             ({"pool": "none"}, "no worker of pool 'none'"),
             ({"pool": "default", "node_ids": ["w0"]}, "not both"),
             ({"settings": {"gateway.http": "x"}}, "begin with worker"),
+            ({"settings": {"worker.listen": "0.0.0.0:1"}, "dry_run": True}, "who and where a worker is"),
+            ({"settings": {"worker.foo": "1"}, "dry_run": True}, "no setting worker.foo; `trimtab config print`"),
+            ({"settings": {"worker.max_num_seq": "1"}}, "did you mean worker.max_num_seqs?"),
             ({"author": ""}, "author"),
             ({"drain_ms": 86_400_001}, "at most a day"),
         ):
@@ -274,6 +187,19 @@ async def test_the_only_worker_of_a_model_is_refused_and_goes_by_force() -> None
         begun = (await mesh.admin.start_restart(**an_order(force=True))).rollout
         assert (await once(mesh, begun.rollout_id, lambda r: not r.live)).stage == "done"
         assert worker.newest.told == SETTINGS
+
+
+async def test_a_worker_whose_breaker_is_forced_open_is_none_that_serves() -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        await mesh.admin.force_breaker("w0", control_pb2.BREAKER_FORCE_OPEN, author="ada", reason="strange answers")
+        planned = [x.text for x in (await mesh.admin.start_restart(**an_order(dry_run=True))).rollout.lines]
+        assert any(x.startswith("w0 gets no requests: its breaker is forced open for") for x in planned)
+        assert "w1 is the only worker that serves its model: it goes with --force alone" in planned
+        with pytest.raises(InvalidRequest, match=r"nobody else serves the model of w1 .*w0 gets no requests"):
+            await mesh.admin.start_restart(**an_order())
+        begun = (await mesh.admin.start_restart(**an_order(node_ids=["w0"]))).rollout
+        assert (await once(mesh, begun.rollout_id, lambda r: not r.live)).stage == "done", "w0 keeps nobody from work"
 
 
 async def test_a_new_leader_goes_on_where_the_last_one_was() -> None:
@@ -352,45 +278,6 @@ async def test_only_so_many_that_are_over_are_kept(monkeypatch: pytest.MonkeyPat
 
 
 # ---- the verb
-
-
-async def typed(mesh: Mesh, *words: str) -> Result:
-    root = click.Group()
-    add_parser(root)
-    return await asyncio.to_thread(CliRunner().invoke, root, ["restart", *words, "--control", mesh.address])
-
-
-async def test_the_verb_waits_until_it_is_over_and_tells_what_happens(quiet: None) -> None:
-    async with a_mesh() as mesh:
-        await three(mesh, 2)
-        dry = await typed(mesh, "--set", "worker.max_num_seqs=32", "--dry-run")
-        assert dry.exit_code == 0
-        assert dry.stdout.splitlines() == [
-            "would start 2 workers anew, with worker.max_num_seqs=32",
-            "  w0 of pool default",
-            "  w1 of pool default",
-            "the first worker checks the settings before it goes",
-        ]
-        words = ("--set", "worker.max_num_seqs=32", "--drain", "1s", "--bake", "0s", "--wait")
-        done = await typed(mesh, *words)
-        assert done.exit_code == 0, done.output
-        assert done.stdout.splitlines()[-1].endswith("done: 2 of 2 workers were started anew")
-        assert "w1 does well" in done.stdout
-        told = json.loads((await typed(mesh, *words, "--json")).stdout)
-        assert (told["stage"], told["settings"]) == ("done", SETTINGS)
-
-
-async def test_the_verb_says_how_it_ended(quiet: None) -> None:
-    async with a_mesh() as mesh:
-        workers = await three(mesh, 2)
-        workers[0].refuses = "no"
-        stopped = await typed(mesh, "--set", "worker.x=1", "--wait")
-        assert (stopped.exit_code, "BAD_SETTING: no" in stopped.stdout) == (5, True)
-        begun = await typed(mesh, "--node", "w1", "--bake", "1h")
-        assert (begun.exit_code, "stop it: trimtab rollout abort rs-" in begun.stdout) == (0, True)
-        assert (await typed(mesh)).exit_code == 4, "another one is on its way"
-        for wrong in (("--set", "x"), ("--set", "=1"), ("--set", "a=1", "--set", "a=2"), ("--node", "w9")):
-            assert (await typed(mesh, *wrong)).exit_code == 2
 
 
 def test_stages_of_a_restart_are_those_that_the_wire_names() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controlplane.breakers import Notice, Side, Trip
 from controlplane.fleet import Member, Refusal
 from controlplane.restarts.sights import sights_of
 from controlplane.restarts.steps import Sight
@@ -29,8 +30,12 @@ def seen(m: Member, *, samples: int = 30, measured: bool = True, **more: object)
     n.windows.append(a_window(ttfts_ms=[100.0] * samples))
     n.totals = {REQUESTS: 1040, ERRORS: 502}
     n.counters = {REQUESTS: 40, ERRORS: 2}
-    elsewhere = more.get("elsewhere", {})
-    return sights_of([m], {m.node_id: n}, elsewhere, NEWEST, RULES, 100.0, {m.node_id} if measured else ())[m.node_id]  # type: ignore[arg-type]
+    elsewhere, notice = more.get("elsewhere", {}), more.get("notice")
+    found = sights_of(
+        [m], {m.node_id: n}, elsewhere, NEWEST, RULES, 100.0, {m.node_id} if measured else (),  # type: ignore[arg-type]
+        noticed=lambda *_: notice,  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    return found[m.node_id]
 
 
 def test_it_is_what_the_worker_said_of_itself_and_what_was_measured() -> None:
@@ -64,7 +69,10 @@ def test_every_replica_has_the_same_of_what_a_process_has_counted() -> None:
     for sequence in (1, 2):
         long.reported(m.hello, report(sequence, 10 * sequence, sequence), 100.0 + sequence)
     newer.reported(m.hello, report(2, 20, 2), 102.0)
-    found = [sights_of([m], t.seen([m], (), 103.0).nodes, {}, NEWEST, RULES, 103.0)["w0"] for t in (long, newer)]
+    found = [
+        sights_of([m], t.seen([m], (), 103.0).nodes, {}, NEWEST, RULES, 103.0, noticed=lambda *_: None)["w0"]
+        for t in (long, newer)
+    ]
     assert [(s.requests, s.errors) for s in found] == [(20, 2)] * 2
 
 
@@ -81,3 +89,20 @@ def test_what_a_worker_elsewhere_runs_by_its_replica_knows() -> None:
     assert seen(there, elsewhere={"w0": (Identity(1, 6), "BAD: no")}).refused == "BAD: no"
     refusal = Refusal(NEWEST, "BAD", "f", "no")
     assert seen(a_member(applied=Identity(1, 6), refusal=refusal)).refused == "BAD: no"
+
+
+TRIP = Trip(1, "w0", "i0", "g0", "errors", "5 of 6 failed", 0, 5000, 1)
+
+
+@pytest.mark.parametrize(
+    ("notice", "shut"),
+    [
+        (None, ""),
+        (Notice(None, 0, Side.OPEN, 90_000), "its breaker is forced open for 1m 30s yet"),
+        (Notice(TRIP, 4000, None, 0), "its breaker is open at g0, on errors"),
+        (Notice(TRIP, 4000, Side.CLOSED, 90_000), ""),
+    ],
+)
+def test_one_whose_breaker_is_open_serves_and_is_not_reached(notice: Notice | None, shut: str) -> None:
+    s = seen(a_member(), notice=notice)
+    assert (s.serving, s.reached, s.shut) == (True, not shut, shut)

@@ -85,6 +85,12 @@ def test_no_more_of_a_pool_are_away_than_may_be_whoever_sent_them_away() -> None
     assert [a.node_id for a in world.step()] == ["w0"], "that one is gone for good"
 
 
+def test_a_drain_of_no_time_is_said_as_at_once() -> None:
+    w = World(2, drain_ms=1)
+    w.step()
+    assert w.r.lines[-1].text == "w0 is told to drain, at once"
+
+
 def test_pools_do_not_wait_for_each_other() -> None:
     world = World(2)
     world.sights |= {n: Sight(n, "q", "tiny", f"{n}.1") for n in ("x0", "x1")}
@@ -103,6 +109,20 @@ def test_the_only_worker_of_a_model_goes_by_force_alone() -> None:
     forced = World(2, force=True)
     forced.see("w1", model="other")
     assert [a.node_id for a in forced.step()] == ["w0"]
+
+
+def test_one_that_gets_no_requests_serves_nobody() -> None:
+    w = World(2)
+    w.see("w0", shut="its breaker is forced open for 2 min yet")
+    assert (alone("w1", w.sights), alone("w0", w.sights)) == (True, False)
+    w.around("w0")
+    assert w.step(10) == (), "w0 is back, and still gets nothing"
+    assert w.step(1) == ()
+    assert w.r.lines[-1].text == (
+        "waits: w0 of pool p are away or watched; w0 gets no requests: its breaker is forced open for 2 min yet"
+    )
+    w.see("w0", shut="")
+    assert [a.node_id for a in w.step()] == ["w1"]
 
 
 def test_with_more_away_than_one_somebody_still_serves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,14 @@ def test_worse_canaries_are_taken_back_at_the_second_look_in_a_row_at_any_time()
 def test_nothing_comes_of_a_bake_that_goes_on() -> None:
     r = after(a_rollout(), WELL, BAKE_MS - 1)
     assert r == a_rollout(samples=(30, 90))
+
+
+def test_time_that_nobody_watched_is_no_bake() -> None:
+    missed = a_rollout(unwatched_ms=5000)
+    assert after(missed, WELL, BAKE_MS + 4999).stage is Stage.BAKING
+    wider = after(missed, WELL, BAKE_MS + 5000)
+    assert (wider.stage, wider.unwatched_ms) == (Stage.WIDENING, 0)
+    assert after(missed, WORSE, 1000).looks == 1, "worse is worse at any time"
 
 
 def test_half_of_the_rest_gets_it_then_all_and_somebody_is_always_left_to_compare_with() -> None:
@@ -222,7 +231,24 @@ def test_a_mark_gives_back_what_it_was_made_of_and_one_of_somebody_else_is_passe
     wealth = Wealth(firsts=Odds((1.0, 2.0, 3.0, 4.0)), waits=Sign((0.5, -0.5)))
     measure = Measure("P99", 1.5, None, 3, 0, Verdict.UNDECIDED)
     r = a_rollout(wealth=wealth, measures=(measure,), samples=(1, 2), looks=1, scope=Scope(ScopeKind.POOL, ("p",)))
+    r = replace(r, looked_unix_ms=7000, unwatched_ms=-3)
     r = r.told(5, "something", "figures")
     assert decode(PREFIX + "r-1", encode(r)) == r
+    older = {k: v for k, v in json.loads(encode(r)).items() if k not in ("looked", "unwatched")}
+    assert decode(PREFIX + "r-1", json.dumps(older).encode()) == replace(r, looked_unix_ms=0, unwatched_ms=0)
     for key, data in (("want/default", encode(r)), (PREFIX + "r-1", b"{"), (PREFIX + "r-1", b'{"kind": "rollout"}')):
         assert decode(key, data) is None
+
+
+def test_nobody_to_widen_it_to_is_no_reason_to_promote_while_the_rest_is_away() -> None:
+    def look(r: Rollout, at_ms: int, waits_s: float, others: list[Worker], waits: str = "w1 not serving") -> Rollout:
+        return advance(r, WELL, Facts(rest_waits=waits, rest_waits_s=waits_s, others=others), at_ms)
+
+    held = look(a_rollout(), BAKE_MS, 1.0, [])
+    assert held.stage is Stage.BAKING and held.verdict == "waits: w1 not serving"
+    assert look(held, BAKE_MS + 1000, 2.0, []).lines == held.lines
+    assert look(held, BAKE_MS + 2000, 0.0, WORKERS[1:], waits="").stage is Stage.WIDENING
+    assert look(held, BAKE_MS + 2000, 3.0, WORKERS[1:]).stage is Stage.WIDENING, "there is somebody to widen it to"
+    assert look(held, BAKE_MS + 2000, 0.0, [], waits="").stage is Stage.PROMOTED
+    lost = look(held, 4 * BAKE_MS, 180.0, [])
+    assert (lost.stage, lost.verdict) == (Stage.ROLLED_BACK, "undecided: w1 not serving")

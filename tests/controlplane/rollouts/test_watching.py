@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_while_a_canary_is_dead_nobody_else_gets_it() -> None:
 
 
 def test_samples_that_an_earlier_leader_saw_do_not_count_for_a_canary_that_is_not_there() -> None:
-    run = Watched(a_rollout(samples=(500, 500)))
+    run = Watched(a_rollout(samples=(500, 500), looked_unix_ms=1000 * BAKE_S))
     run.now = BAKE_S + 1.0
     run.dies("w0")
     assert run.tick().live and run.r.samples == (0, 0)
@@ -131,6 +132,59 @@ def test_a_new_leader_measures_from_when_the_stage_began() -> None:
     assert run.tick().verdict == "its canaries' processes ended 2 times, nobody else's did"
 
 
+@pytest.mark.parametrize("away_s", [BAKE_S, 86_400])
+@pytest.mark.parametrize("anew", [lambda run: None, Watched.new_leader], ids=["the same leader", "a new one"])
+def test_what_nobody_watched_is_no_bake_however_long_it_was(anew: Callable[[Watched], None], away_s: int) -> None:
+    run = Watched()
+    assert run.until(40).live
+    run.now += away_s
+    anew(run)
+    # Whatever was seen before is enough for a promotion.
+    run.r = replace(run.r, samples=(500, 500))
+    first = run.tick()
+    assert (first.stage, first.verdict) == (
+        Stage.BAKING,
+        f"nobody watched for {away_s + 1} s: it bakes for so much longer",
+    )
+    assert run.until(away_s + BAKE_S).stage is Stage.BAKING
+    assert run.tick().stage is Stage.WIDENING
+    assert [x.text for x in run.r.lines[:-1]] == [first.verdict]
+    # The next bake begins with nothing that was missed.
+    run.until(away_s + 2 * BAKE_S)
+    assert run.r.stage is Stage.WIDENING and run.r.canaries == ("w0", "w1", "w2")
+    assert run.tick().stage is Stage.PROMOTED
+
+
+def test_a_rollout_that_nobody_has_looked_at_yet_bakes_from_the_first_look_on() -> None:
+    run = Watched()
+    run.now = 3600.0
+    assert run.until(3600 + BAKE_S).stage is Stage.BAKING
+    assert run.tick().stage is Stage.WIDENING
+
+
+def test_a_leader_that_follows_a_dead_one_soon_goes_on_with_its_bake() -> None:
+    run = Watched()
+    run.until(40)
+    run.now += 10
+    run.new_leader()
+    run.r = replace(run.r, samples=(500, 500))
+    assert run.until(BAKE_S).stage is Stage.WIDENING and run.r.unwatched_ms == 0
+
+
+def test_a_clock_that_leaps_ahead_or_back_bakes_for_as_long_as_was_watched() -> None:
+    run = Watched()
+    watched = 0
+    for leap_s in (0, 7200, -86_400 * 365, 86_400 * 366):
+        run.wall_ahead_ms += 1000 * leap_s
+        for _ in range(14):
+            assert run.tick().stage is Stage.BAKING
+            watched += 1
+    while run.tick().stage is Stage.BAKING and watched < 2 * BAKE_S:
+        watched += 1
+    # A second goes with each leap, in which nobody knows what was.
+    assert BAKE_S <= watched <= BAKE_S + 3
+
+
 def test_ends_of_processes_add_up_through_a_lengthened_bake() -> None:
     run = Watched()
     run.until(10)
@@ -163,3 +217,46 @@ def test_workers_of_a_rolling_restart_are_neither_lost_nor_have_they_died() -> N
         run.tick()
     run.restarting = frozenset()
     assert run.tick().stage is Stage.WIDENING
+
+
+EIGHT = {f"w{i}": "m" for i in range(8)}
+
+
+@pytest.mark.parametrize("seen", [0, 1], ids=["nobody", "one of seven"])
+def test_a_rest_that_is_not_seen_for_a_moment_is_waited_for_and_then_widened_to(seen: int) -> None:
+    watched = Watched(models=EIGHT)
+    watched.until(BAKE_S - 1)
+    away = [f"w{i}" for i in range(1, 8 - seen)]
+    watched.dies(*away)
+    for _ in range(5):
+        watched.tick()
+    assert watched.r.stage is Stage.BAKING and watched.r.verdict.startswith("waits: w1, w2, w3")
+    watched.comes_back(*away)
+    watched.tick()
+    assert (watched.r.stage, watched.r.widened, len(watched.r.canaries)) == (Stage.WIDENING, 1, 5)
+
+
+def test_a_worker_of_the_rest_that_is_gone_for_good_is_not_waited_for_where_another_serves() -> None:
+    watched = Watched(models={f"w{i}": "m" for i in range(3)})
+    watched.until(10)
+    watched.dies("w2")
+    watched.until(BAKE_S)
+    assert watched.r.stage is Stage.PROMOTED and watched.r.widened == 0
+
+
+def test_where_nobody_of_the_rest_comes_back_it_is_taken_back_in_the_end() -> None:
+    watched = Watched(models=EIGHT)
+    watched.until(BAKE_S - 1)
+    watched.dies(*(f"w{i}" for i in range(1, 8)))
+    watched.until(BAKE_S + 3 * BAKE_S - 1)
+    assert watched.r.live
+    watched.until(BAKE_S + 3 * BAKE_S + 1)
+    assert watched.r.stage is Stage.ROLLED_BACK and watched.r.verdict.startswith("undecided: w1, w2")
+
+
+def test_a_pool_that_nobody_tries_it_in_is_not_waited_for_when_it_has_gone() -> None:
+    watched = Watched(a_rollout("a0", pending=("a1", "b0")), {"a0": "a", "a1": "a", "b0": "b"})
+    watched.until(10)
+    watched.dies("b0")
+    watched.until(BAKE_S)
+    assert watched.r.stage is Stage.PROMOTED

@@ -34,6 +34,8 @@ class Watched:
     def __init__(self, r: Rollout | None = None, models: Mapping[str, str] = MODELS) -> None:
         self.r = r or a_rollout()
         self.now, self.ahead = 0.0, 1000.0
+        self.wall_ahead_ms = 0
+        """By what the wall's clock was set."""
         self.restarting: frozenset[str] = frozenset()
         self.nodes = {
             name: NodeSeen(
@@ -60,7 +62,7 @@ class Watched:
 
     def tick(self) -> Rollout:
         """As the driver does, but for what it writes."""
-        seen, policies, unix_ms = self.seen(), Policies(self.document), int(1000 * self.now)
+        seen, policies, unix_ms = self.seen(), Policies(self.document), int(1000 * self.now) + self.wall_ahead_ms
         if self.watching is None or not self.watching.of(self.r):
             self.watching = Watching(self.r, seen, policies, unix_ms, self.watching)
         self.r = self.watching.look(self.r, seen, policies, unix_ms)
