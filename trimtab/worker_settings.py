@@ -9,7 +9,7 @@ import difflib
 
 SECTION = "worker."
 FIXED = frozenset({
-    *("node_id", "mesh", "pool", "labels", "listen", "metrics", "control", "parent_pid"),
+    *("node_id", "mesh", "pool", "labels", "listen", "advertise", "metrics", "control", "parent_pid"),
     *("tls_ca", "tls_cert", "tls_key", "insecure"),
 })  # fmt: skip
 """Who a worker is and where: nobody tells it another."""

@@ -50,6 +50,8 @@ log = structlog.get_logger(__name__)
 
 EXIT_USAGE = 2
 EXIT_ENGINE_DEAD = 3
+EVERYWHERE = ("0.0.0.0", "[::]", "::")
+"""Hosts to listen on that nobody can dial from elsewhere."""
 LAST_WORDS_S = 2.0
 """For what is sent elsewhere at a drain's deadline to be told so."""
 PARTING_S = 1.0
@@ -244,7 +246,12 @@ async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
     commands = Commands(steering)
     commands.reload = keeper.reload
     commands.told = told
-    membership = Membership(s, f"{host}:{port}", engine, keeper, serving, health, measuring, standing, commands)
+    address = s.advertise or f"{host}:{port}"
+    if s.control and address.rsplit(":", 1)[0] in EVERYWHERE:
+        log.warning(
+            "gateways on other machines are told an address that is none", address=address, next="set advertise"
+        )
+    membership = Membership(s, address, engine, keeper, serving, health, measuring, standing, commands)
     commands.reblocking = Reblocking(engine, lambda: policy().block_plan.max_recompute_tokens, membership.say_limits)
     callers = Callers(s.mesh, metrics.denied)
     servicer = InferenceServicer(

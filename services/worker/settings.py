@@ -25,6 +25,7 @@ class WorkerSettings(TlsSettings):
     pool: str = setting("default", "pool that this worker belongs to")
     labels: tuple[str, ...] = setting((), "labels as key=value, for policy overlays")
     listen: str = setting("127.0.0.1:7100", "gRPC address")
+    advertise: str = setting("", "host:port at which gateways reach this worker [default: that of --listen]")
     metrics: str = setting("127.0.0.1:7200", "address of the Prometheus endpoint")
     control: tuple[str, ...] = setting(("127.0.0.1:7071",), "control plane replicas, host:port")
     engine: str = setting("vllm", "vllm, or simulated (needs no model)")
@@ -69,7 +70,8 @@ class WorkerSettings(TlsSettings):
     parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
 
     def __post_init__(self) -> None:
-        wrong = check(self, "worker", addresses=("listen", "metrics", "control"), names=("node_id", "mesh"))
+        optional = ("advertise",) if self.advertise else ()
+        wrong = check(self, "worker", addresses=("listen", "metrics", "control", *optional), names=("node_id", "mesh"))
         wrong += faults("worker", self, well_formed(self.listen))
         if self.engine not in ("vllm", "simulated"):
             wrong.append(f"worker engine must be vllm or simulated, not {self.engine!r}")

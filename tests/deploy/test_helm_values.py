@@ -31,7 +31,7 @@ TLS = {"tls_ca", "tls_cert", "tls_key", "insecure", "parent_pid", "mesh", "liste
 FROM_THE_CLUSTER = {
     "control": TLS | {"metrics", "redis", "replica_id", "advertise", "access"},
     "gateway": TLS | {"node_id", "http", "control", "keys", "process", "siblings"},
-    "worker": TLS | {"node_id", "pool", "metrics", "control"},
+    "worker": TLS | {"node_id", "pool", "metrics", "control", "advertise"},
 }
 """Settings that are no values: the chart knows them."""
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
