@@ -3,7 +3,8 @@
 An epoch rises by one each time that a store is mended, so who holds what a store gave is at most as far ahead of it as there were mends that the
 store lost: an emptied store, an old copy put back. Whoever is further ahead by far is believed only where a second node says the like; one node,
 or one stolen key, moves the epoch by little at a time, and would need 2^42 claims, each with a write, to leave nothing above it. A mesh with a
-single node that is so far ahead, which no mend brings about, gets on by a restart of that node: it holds nothing then.
+single node that is so far ahead, which no mend brings about, gets on once
+its stored policy (`policy-NODE.json` in its state directory) is deleted and it is started anew.
 """
 
 from __future__ import annotations

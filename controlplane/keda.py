@@ -1,7 +1,8 @@
 """KEDA's external scaler: a cluster's autoscaler asks how many workers a pool wants, as `trimtab scale` does.
 
 The value is the number of workers wanted and one worker is worth 1 of it, so that the autoscaler's AverageValue comes to just that number.
-What nobody knows is an error and never a number: an autoscaler that gets none leaves the pool as it is, and one that got 0 would end it.
+What nobody knows is an error and never a number: an autoscaler that gets none leaves the pool as it is, and one that got 0 would end it. So a
+pool that wants nobody is said to want one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from trimtab.v1.keda import externalscaler_pb2_grpc as keda_grpc
 METRIC = "trimtab_wanted_workers"
 WORTH = 1
 """Of the metric, of one worker."""
-LOOK_S = 1.0
-"""As often as controllers decide."""
 
 Scale = Callable[[admin_pb2.GetScaleRequest], Awaitable[admin_pb2.GetScaleResponse]]
 
@@ -36,24 +35,16 @@ class KedaScaler(keda_grpc.ExternalScalerServicer):
 
     async def IsActive(self, request: Any, context: Any) -> keda.IsActiveResponse:
         async with guarded(context):
-            return keda.IsActiveResponse(result=await self._wanted(pool_of(request)) > 0)
+            await self._wanted(pool_of(request))
+            return keda.IsActiveResponse(result=True)
         raise AssertionError("guarded ends the call")
 
     async def StreamIsActive(self, request: Any, context: Any) -> AsyncIterator[keda.IsActiveResponse]:
-        """At once, and with each change. Where nobody knows any more what was said last stands; where nobody knows at first it is an error."""
+        """Once, and it stays so: no pool is ended. Where nobody knows it is an error."""
         async with guarded(context):
-            pool = pool_of(request)
-            said = await self._wanted(pool) > 0
-            yield keda.IsActiveResponse(result=said)
-            while True:
-                await asyncio.sleep(LOOK_S)
-                try:
-                    active = await self._wanted(pool) > 0
-                except (PoolNotFound, WantUnknown):
-                    continue
-                if active != said:
-                    said = active
-                    yield keda.IsActiveResponse(result=said)
+            await self._wanted(pool_of(request))
+            yield keda.IsActiveResponse(result=True)
+            await asyncio.Event().wait()
 
     async def GetMetricSpec(self, request: Any, context: Any) -> keda.GetMetricSpecResponse:
         """The same for every pool, also before anybody knows what it wants: KEDA makes its autoscaler of it."""
@@ -98,4 +89,5 @@ def wanted(answer: Any, pool: str) -> int:
         raise PoolNotFound(f"there is no pool {pool!r}; there are: {known}")
     if not said.max_workers or said.reason == NOT_YET:
         raise WantUnknown(f"pool {pool!r}: {said.reason}")
-    return min(int(said.wanted), int(said.max_workers))
+    # Never to none: nothing would bring the first one back, since a pool without a worker has nobody who says that requests wait for one.
+    return max(1, min(int(said.wanted), int(said.max_workers)))

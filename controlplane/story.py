@@ -37,7 +37,9 @@ class Chapter:
         """Whether the answer is of a process that was not there when this was written: it took it as it joined."""
         written = self.entry.written_unix_ms
         joined = self.joined.get((answer.node_id, answer.incarnation), 0.0)
-        return bool(joined > written + CLOCKS_MS or answer.at_unix_ms - written >= LATE_MS)
+        # A process that was there, and whose stream is a new one, has answered before it joined anew.
+        new = joined > written + CLOCKS_MS and answer.at_unix_ms >= joined - CLOCKS_MS
+        return bool(new or answer.at_unix_ms - written >= LATE_MS)
 
     @property
     def took_ms(self) -> float | None:

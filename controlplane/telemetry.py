@@ -133,21 +133,17 @@ class Telemetry:
 
     def seen(self, members: Iterable[Member], adjustments: tuple[Adjustment, ...], now: float) -> Seen:
         """The mesh now: of nodes that are known to the fleet, whether they are connected; of the others, what they said last."""
-        here = self.look(members, now)
-        for node_id, node in list(self._nodes.items()):
-            if node_id not in here:
-                node.seen.connected = False
-                if now - max(node.heard_at, node.seen.joined_at) > FORGET_S:
-                    del self._nodes[node_id]
+        self.look(members, now)
         for node in self._nodes.values():
             node.seen.open = node.pending
         nodes = {node_id: self._nodes[node_id].seen for node_id in sorted(self._nodes)}
         lengths = {model: history.lengths(now) for model, history in self._models.items()}
         return Seen(now, self._started_at, nodes, lengths, adjustments)
 
-    def look(self, members: Iterable[Member], now: float) -> set[str]:
-        """Takes what the fleet knows of nodes beside their reports, and says of whom. To be done each second, also where nobody asks: a process
-        that drains at once is soon another one."""
+    def look(self, members: Iterable[Member], now: float) -> None:
+        """Takes what the fleet knows of nodes beside their reports, and forgets who is gone for long. To be done each second, also where nobody
+        asks: a process that drains at once is soon another one.
+        """
         here: set[str] = set()
         for m in members:
             node = self._nodes.get(m.node_id)
@@ -165,7 +161,11 @@ class Telemetry:
                 # Elsewhere a state is told at once, a report each second.
                 node.seen.state = m.report.state
             node.seen.refused = f"{m.refusal.reason}: {m.refusal.message}" if m.refusal is not None else ""
-        return here
+        for node_id, node in list(self._nodes.items()):
+            if node_id not in here:
+                node.seen.connected = False
+                if now - max(node.heard_at, node.seen.joined_at) > FORGET_S:
+                    del self._nodes[node_id]
 
     def _node(self, hello: Hello, now: float) -> _Folding:
         node = self._nodes.get(hello.node.node_id)

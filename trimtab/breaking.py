@@ -22,6 +22,8 @@ BUCKETS = 10
 LATENCIES = 64
 """First tokens that are kept at most."""
 MEDIAN, TAIL = 0.5, 0.95
+PROBED_MS = 1000.0
+"""While probes are out it is worth asking again so soon."""
 
 
 class Phase(enum.StrEnum):
@@ -113,7 +115,11 @@ def retry_after_ms(breaker: Breaker, now_ms: float) -> float:
     """Until it may let something through."""
     if breaker.forced is not None and now_ms < breaker.forced.until_ms:
         return 0.0 if breaker.forced.closed else breaker.forced.until_ms - now_ms
-    return max(0.0, breaker.until_ms - now_ms) if gate(breaker, now_ms) is Gate.SHUT else 0.0
+    if gate(breaker, now_ms) is not Gate.SHUT:
+        return 0.0
+    left_ms = max(0.0, breaker.until_ms - now_ms)
+    # Probes that are out may tell any moment.
+    return left_ms if breaker.phase is Phase.OPEN else min(PROBED_MS, left_ms)
 
 
 def probing(breaker: Breaker, rules: BreakerPart, now_ms: float) -> Breaker:

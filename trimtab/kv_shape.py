@@ -38,10 +38,14 @@ class KvGroup:
             return max(0, computed - self.window + 1) // self.block_size
         return computed // self.chunk * self.chunk // self.block_size if self.chunk else 0
 
-    def most(self, tokens: int) -> int:
-        """Held at once by a request of so many tokens, at most."""
+    def most(self, tokens: int, ahead: int = 0) -> int:
+        """Held at once by a request of so many tokens, at most; `ahead` of them are slots beyond its tokens."""
         needs = -(-tokens // self.block_size)
-        return self.count * (min(needs, self.cap) if self.cap else needs)
+        return self.count * (min(needs, self.bound(ahead)) if self.cap else needs)
+
+    def bound(self, ahead: int) -> int:
+        """Of a request of any length, where there is a cap, which leaves no room for slots ahead."""
+        return self.cap + -(-ahead // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class KvShape:
         """Blocks that a request of so many tokens holds at once, at most: what vLLM wants to be free before it admits it."""
         if self.plain:
             return -(-tokens // self.plain)
-        return sum(g.most(tokens) for g in self.groups)
+        return sum(g.most(tokens, self.ahead) for g in self.groups)
 
     def blocks(self, goal: int) -> int:
         """The same of a prompt and the token after it."""
@@ -116,7 +120,8 @@ class KvShape:
             return tokens // self.plain + requests
         each = self.ahead * requests
         return sum(
-            g.count * min((tokens + each) // g.block_size + requests, requests * g.cap if g.cap else WHOLE)
+            g.count
+            * min((tokens + each) // g.block_size + requests, requests * g.bound(self.ahead) if g.cap else WHOLE)
             for g in self.groups
         )
 

@@ -70,7 +70,7 @@ class RolloutDriver:
         if after.live and after.extended > r.extended:
             self._watching = Watching(after, seen, policies, now, self._watching)
         if after.stage is r.stage and after.canaries == r.canaries:
-            if (after.looks, after.lines) != (r.looks, r.lines) or now - self._saved_ms >= SAVE_MS:
+            if (after.looks, after.lines) != (r.looks, r.lines) or not 0 <= now - self._saved_ms < SAVE_MS:
                 await self._keeper.save(after)
                 self._saved_ms = now
             return

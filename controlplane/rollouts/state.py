@@ -19,6 +19,8 @@ from trimtab.snapshot import Scope, parse_scope
 PREFIX = "rollout/"
 UNWATCHED_MS = 15_000
 """Between two looks that are further apart nobody watched. That a leader looks is written down every 5 s, and a dead one's lease lasts for 3."""
+UNKNOWN = -1
+"""When it was last looked at, of a mark that does not say it."""
 LINES = 100
 """That are kept of one rollout, the newest."""
 
@@ -124,6 +126,8 @@ class Rollout:
 
     def looked(self, now_unix_ms: int) -> Rollout:
         """It is looked at now. What nobody watched before is told, and added to its bake, however long that was."""
+        if self.looked_unix_ms == UNKNOWN:
+            return replace(self, looked_unix_ms=now_unix_ms)
         away_ms = now_unix_ms - (self.looked_unix_ms or self.began_unix_ms)
         if 0 <= away_ms <= UNWATCHED_MS:
             return replace(self, looked_unix_ms=now_unix_ms)
@@ -179,8 +183,8 @@ def _decoded(said: Mapping[str, Any]) -> Rollout:
         parse_scope(str(said["scope"])), tuple(map(str, said["canaries"])), tuple(map(str, said["pending"])),
         float(said["weight"]), int(said["bake_s"]), int(said["started"]), int(said["began"]), Stage(said["stage"]),
         int(said["ended"]), int(said["widened"]), int(said["extended"]), int(said["looks"]),
-        # Older builds do not say these.
-        int(said.get("looked", 0)), int(said.get("unwatched", 0)),
+        # Older builds do not say these: who leads next is not to take their looks for none.
+        int(said.get("looked", UNKNOWN)), int(said.get("unwatched", 0)),
         (int(said["samples"][0]), int(said["samples"][1])), str(said["verdict"]),
         tuple(Line(int(at), str(text), str(evidence)) for at, text, evidence in said["lines"]),
         tuple(Measure(str(n), c, r, int(cn), int(rn), Verdict(v)) for n, c, r, cn, rn, v in said["measures"]),

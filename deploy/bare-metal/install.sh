@@ -4,6 +4,8 @@
 # What is under /etc is the administrator's: it is written where it is missing, and never again. Everything else is this script's, and is
 # brought to what it should be; where it is that already, nothing is touched. Nothing is started: the last lines say how.
 set -euo pipefail
+# The user trimtab must be able to read and run what is installed, whatever the administrator's own files get.
+umask 022
 # The last of a pipeline runs in this shell, so that what it changes is counted.
 shopt -s lastpipe
 
@@ -134,12 +136,22 @@ enable() {
     fi
 }
 
+# Whether a unit of this name comes from this script.
+ours() {
+    local unit
+    for unit in "${ALL_UNITS[@]}"; do
+        if [[ $1 == "$unit" || ($unit == *@.service && $1 == "${unit%.service}"*.service) ]]; then return 0; fi
+    done
+    return 1
+}
+
 # Units that are enabled and that nobody asks for any more: of GPUs that are gone, or of another role.
 disable_others() {
     local link unit
     for link in "$root"/etc/systemd/system/*.wants/trimtab-*.service; do
         unit=${link##*/}
-        if [[ -L $link && " $* " != *" $unit "* ]]; then
+        # An administrator's own trimtab-something is his.
+        if [[ -L $link && " $* " != *" $unit "* ]] && ours "$unit"; then
             changed "disable $unit, which was not asked for (it runs on where it does: systemctl stop $unit)"
             act systemctl_ disable --quiet "$unit"
         fi
@@ -252,9 +264,9 @@ put_units() {
 
 take_off() {
     local unit each enabled=()
-    if [[ -z $root && -z $dry ]]; then systemctl stop trimtab.target 'trimtab-*' 2>/dev/null || true; fi
+    if [[ -z $root && -z $dry ]]; then systemctl stop "${ALL_UNITS[@]/@/@*}" 2>/dev/null || true; fi
     for unit in "$root"/etc/systemd/system/*.target.wants/trimtab{.target,-*.service}; do
-        if [[ -L $unit ]]; then enabled+=("${unit#"$root"/}"); fi
+        if [[ -L $unit ]] && ours "${unit##*/}"; then enabled+=("${unit#"$root"/}"); fi
     done
     delete ${enabled[@]+"${enabled[@]}"} "${ALL_UNITS[@]/#/$UNITS/}"
     delete usr/local/lib/sysusers.d/trimtab.conf usr/local/lib/tmpfiles.d/trimtab.conf usr/local/share/doc/trimtab

@@ -143,7 +143,9 @@ class Child:
         silent = 0
         while silent < SILENT:
             await asyncio.sleep(WATCH_S)
-            silent = silent + 1 if await siblings.ask(self._socket, "/alive") is None else 0
+            # Without its socket it can't be asked, and is not to blame: somebody has cleared it away.
+            asked = self._socket.exists()
+            silent = silent + 1 if asked and await siblings.ask(self._socket, "/alive") is None else 0
         self._give_up(process, f"it has not answered {SILENT} times in a row")
 
     def _give_up(self, process: asyncio.subprocess.Process, why: str) -> None:
@@ -167,7 +169,8 @@ async def supervise(s: GatewaySettings, arguments: Sequence[str]) -> int:
         loop.add_signal_handler(sig, stopping.set)
     notifier = notify.from_environment()
     with held(s.listen) as listen, held(s.http) as http, _directory(s.processes) as directory:
-        own = (sys.executable, "-m", "services.gateway", *arguments, "--listen", listen, "--http", http)
+        # -P: what lies in the directory that it was started in is not taken for a module.
+        own = (sys.executable, "-P", "-m", "services.gateway", *arguments, "--listen", listen, "--http", http)
         own = (*own, "--siblings", str(directory), "--parent-pid", str(os.getpid()), "--process")
         numbers = range(1, s.processes + 1)
         children = [Child(f"{s.node_id}.{n}", (*own, str(n)), siblings.socket_of(directory, n)) for n in numbers]
@@ -175,7 +178,7 @@ async def supervise(s: GatewaySettings, arguments: Sequence[str]) -> int:
         for end in ends:
             end.add_done_callback(lambda _: stopping.set())
         begin = asyncio.create_task(_tell(children, notifier, s, listen, http))
-        pings = vital(notifier.pings(), "watchdog", stopping.set)
+        pings = vital(notifier.pings(lambda: any(c.serves.is_set() for c in children)), "watchdog", stopping.set)
         await stopping.wait()
         await rpc.cancel_and_wait(begin)
         notifier.stopping("draining")

@@ -32,7 +32,7 @@ async def ask(socket: Path, path: str, within_s: float = ANSWER_S) -> bytes | No
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(within_s)) as session,
             session.get(f"http://sibling{path}") as answer,
         ):
-            return await answer.read()
+            return await answer.read() if answer.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
 
@@ -50,7 +50,8 @@ class Siblings:
     async def start(self) -> None:
         self._runner = web.ServerRunner(web.Server(self._answer))
         await self._runner.setup()
-        # Of one that was killed a socket may be left.
+        # Somebody may have cleared away what was old; of one that was killed a socket may be left.
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = socket_of(self._directory, self._me)
         mine.unlink(missing_ok=True)
         await web.UnixSite(self._runner, str(mine)).start()

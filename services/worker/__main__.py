@@ -33,7 +33,7 @@ from services.worker.promised import Promised
 from services.worker.resident import Resident
 from services.worker.server import InferenceServicer, register
 from services.worker.serving import Serving
-from services.worker.settings import WorkerSettings, chat_arguments, engine_arguments
+from services.worker.settings import EVERYWHERE, WorkerSettings, chat_arguments, engine_arguments
 from services.worker.standing import Standing
 from services.worker.steering import Steering
 from services.worker.told import Told
@@ -50,8 +50,6 @@ log = structlog.get_logger(__name__)
 
 EXIT_USAGE = 2
 EXIT_ENGINE_DEAD = 3
-EVERYWHERE = ("0.0.0.0", "[::]", "::")
-"""Hosts to listen on that nobody can dial from elsewhere."""
 LAST_WORDS_S = 2.0
 """For what is sent elsewhere at a drain's deadline to be told so."""
 PARTING_S = 1.0

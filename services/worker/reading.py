@@ -15,7 +15,7 @@ from typing import Self
 
 from services.worker.attach import SLOW_READER_TOKENS
 from trimtab import messages as m
-from trimtab.errors import SlowReader
+from trimtab.errors import Cancelled, SlowReader
 from trimtab.kit import rpc
 
 BEHIND_S = 2.0
@@ -47,6 +47,7 @@ class Reading:
         self._ended = False
         self._error: Exception | None = None
         self._slow: SlowReader | None = None
+        self._leaving = False
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
@@ -61,6 +62,7 @@ class Reading:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        self._leaving = True
         # As asyncio.timeout does: a cancellation of our own ends here, and any other goes on.
         ours = self._slow is not None and self._task.uncancel() <= self._cancelling
         await rpc.cancel_and_wait(self._filling)
@@ -101,6 +103,10 @@ class Reading:
                     )
         except SlowReader as e:
             self._give_up(e)
+        except asyncio.CancelledError:
+            if self._leaving:
+                raise
+            self._error = Cancelled("it was cancelled within the worker")
         except Exception as e:
             self._error = e  # for the reader, once he has come so far
         finally:

@@ -242,7 +242,9 @@ class Serving:
         budget = validation.check_tokens(
             prompt, s, max_model_len=engine.limits.max_model_len, vocab_size=engine.tokenizer.vocab_size
         )
-        budget = min(budget, cap or budget)
+        if cap:
+            # What a worker that knows no caps has delivered stays delivered.
+            budget = min(budget, max(cap, len(resume.token_ids) if resume is not None else 0))
         text = TextAssembler(
             engine.tokenizer.text_stream(prompt, skip_special=s.skip_special_tokens is not False),
             s.stop,

@@ -14,6 +14,8 @@ from trimtab.kit.config import check, faults_of, refuse, setting, well_formed
 from trimtab.kit.tls import TlsSettings, faults
 
 MAX_BLOCK_SIZE = 65_536
+EVERYWHERE = ("0.0.0.0", "[::]", "::")
+"""Hosts to listen on that nobody can dial from elsewhere."""
 GIVEN = ("tokenize", "add_generation_prompt", "return_dict", "conversation")
 """Arguments of a chat template that are the worker's own affair."""
 
@@ -72,6 +74,8 @@ class WorkerSettings(TlsSettings):
     def __post_init__(self) -> None:
         optional = ("advertise",) if self.advertise else ()
         wrong = check(self, "worker", addresses=("listen", "metrics", "control", *optional), names=("node_id", "mesh"))
+        if self.advertise.rsplit(":", 1)[0] in EVERYWHERE:
+            wrong.append(f"worker advertise must be an address that gateways can dial, not {self.advertise!r}")
         wrong += faults("worker", self, well_formed(self.listen))
         if self.engine not in ("vllm", "simulated"):
             wrong.append(f"worker engine must be vllm or simulated, not {self.engine!r}")

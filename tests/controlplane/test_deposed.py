@@ -95,7 +95,7 @@ async def test_a_replica_that_leads_no_more_wants_nothing() -> None:
 async def test_what_was_wanted_is_nobodys_word_once_scale_does_not_act(mode: str) -> None:
     store, told = MemoryStore(), Told("scale", wants=(SEVEN,))
     async with a_mesh(store, (told,)) as mesh:
-        mesh.start_node(FakeNode(mesh.address))
+        await mesh.start_node(FakeNode(mesh.address)).holds(1, 1)
         await mesh.admin.set_policy(FOUR, author="t", reason="may grow")
         await until(lambda: mesh.plane.loop.wants)
         await mesh.admin.set_policy({"loops.scale": mode}, author="t", reason="by hand")

@@ -94,12 +94,25 @@ def test_what_was_refused_is_neither_put_nor_taken_back() -> None:
     assert changes("batch", [], live, set(), 0, {key}).drop == (key,)
 
 
+def test_what_is_refused_again_and_again_is_tried_ever_more_rarely() -> None:
+    """Else many of them would take all the attempts of every tick, and nobody else's move would ever be written."""
+    refusals, key, now = Refusals(), ("batch", "batch.active", at("a")), 0.0
+    for rest_s in (30.0, 60.0, 120.0, 240.0):
+        refusals.note([key], now)
+        assert refusals.of("batch", now + rest_s - 1.0) and not refusals.of("batch", now + rest_s)
+        now += rest_s
+    later = now + 1000.0
+    refusals.note([("batch", "batch.active", at("b"))], later)
+    refusals.note([key], later)
+    assert not refusals.of("batch", later + REFUSED_S), "it was well for a while"
+
+
 def test_a_refusal_is_remembered_for_half_a_minute_and_told() -> None:
     refusals, key = Refusals(), ("batch", "batch.active", at("a"))
     refusals.note([key], 100.0)
     assert refusals.of("batch", 100.0 + REFUSED_S - 1) == frozenset({key})
     assert refusals.of("scale", 100.0) == frozenset()
-    assert [a.key for a in refusals.alerts(101.0)] == ["refused/batch"]
+    assert [a.key for a in refusals.alerts(101.0)] == ["refused-moves/batch"]
     assert (refusals.of("batch", 100.0 + REFUSED_S), refusals.alerts(100.0 + REFUSED_S)) == (frozenset(), [])
 
 
@@ -122,7 +135,7 @@ async def test_a_node_that_can_not_take_its_move_keeps_nobody_else_from_theirs()
         told.moves = (a_move("a", 0.25), told.moves[1])
         await until(lambda: a.active[-1] == 12)
         assert c.active[-1] == 40
-        await until(lambda: [x.key for x in mesh.plane.loop._alerts.firing] == ["refused/batch"])
+        await until(lambda: [x.key for x in mesh.plane.loop._alerts.firing] == ["refused-moves/batch"])
 
 
 async def test_one_adjustment_too_many_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

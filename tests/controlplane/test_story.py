@@ -78,6 +78,14 @@ def test_a_process_that_joined_after_the_change_is_no_part_of_how_long_it_took()
     assert c.took_ms == 10
 
 
+def test_a_process_whose_stream_is_a_new_one_was_there_all_the_same() -> None:
+    """A control plane was started anew, or a certificate renewed: what it had answered before, it answered at once."""
+    here = answer(5, "w0", 100)
+    here.incarnation = "i1"
+    (c,) = s.chapters([entry(5, 90)], [here], {("w0", "i1"): 20_000.0})
+    assert (c.later(here), c.took_ms) == (False, 10)
+
+
 def test_a_refused_file_is_told_of_the_field_that_it_failed_on() -> None:
     told = s.chapters(
         [entry(1, 150, refused="a whole spec: batch.active = 99 is above what the engine of w0 can do")], []

@@ -18,7 +18,7 @@ CHART = ROOT / "deploy" / "helm" / "trimtab"
 SCENARIOS = ("realtime", "throughput", "longcontext")
 VERSIONS = ("1.33", "1.37")
 """Of Kubernetes: the oldest and the newest of which kubernetes-validate has the schemas."""
-RELEASES = ("trimtab", "9.lives", "a", "x" * 53, "prod-trimtab.eu-1")
+RELEASES = ("trimtab", "9.lives", "a", "x" * 53, "prod-trimtab.eu-1", "123", "true", "0x1f")
 """Names that Helm takes for a release: the usual one, and such as a Service can't have, or has no room for."""
 CUSTOM = ("keda.sh", "monitoring.coreos.com", "cert-manager.io", "leaderworkerset.x-k8s.io")
 """API groups that others' controllers bring: there is no schema of them here."""

@@ -68,7 +68,7 @@ def test_any_release_name_that_helm_takes_gives_names_that_kubernetes_takes(rele
         assert SERVICE.fullmatch(named(each)), named(each)
         assert len(named(each)) <= 52, named(each)
         for labels in (each["metadata"]["labels"], *(pod.labels for pod in pods([each]))):
-            assert all(LABEL.fullmatch(str(value)) for value in labels.values()), labels
+            assert all(isinstance(value, str) and LABEL.fullmatch(value) for value in labels.values()), labels
     assert charts.schema_fault(each, VERSIONS[-1]) is None
 
 

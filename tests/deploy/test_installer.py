@@ -50,6 +50,28 @@ def test_a_second_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+def test_an_administrators_umask_is_not_that_of_what_is_installed(tmp_path: Path) -> None:
+    """The user trimtab reads and runs it."""
+    before = os.umask(0o077)
+    try:
+        done = install(tmp_path, "--gpus", "0")
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    assert {oct(path.stat().st_mode & 0o005) for path in tmp_path.glob("usr/local/**/*") if path.is_dir()} == {"0o5"}
+
+
+def test_an_administrators_own_unit_is_left_alone(tmp_path: Path) -> None:
+    wants = tmp_path / "etc/systemd/system/multi-user.target.wants"
+    wants.mkdir(parents=True)
+    own = wants / "trimtab-backup.service"
+    own.symlink_to("/etc/systemd/system/trimtab-backup.service")
+    for words in (("--gpus", "0"), ("--uninstall",)):
+        done = install(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        assert own.is_symlink() and "trimtab-backup" not in done.stdout
+
+
 def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path) -> None:
     dry = install(tmp_path, "--gpus", "1", "--dry-run")
     assert dry.returncode == 0, dry.stderr

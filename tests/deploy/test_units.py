@@ -10,6 +10,7 @@ import click
 import pytest
 
 from controlplane.cli_scale import follow
+from services.gateway.processes import START_S
 from services.gateway.settings import GatewaySettings
 from services.worker.__main__ import ENDS_S
 from services.worker.settings import WorkerSettings
@@ -98,6 +99,9 @@ def test_a_drain_has_time_before_systemd_kills(root: Path) -> None:
     assert seconds(worker, "TimeoutStopSec") > WorkerSettings().drain_s + ENDS_S
     assert seconds(gateway, "TimeoutStopSec") > GatewaySettings().drain_s
     assert PATIENCE_S > 2 * PACE_S + ENDS_S
+    assert seconds(gateway, "TimeoutStartSec") > START_S, (
+        "one of several processes is started anew, and not all of them"
+    )
 
 
 def test_a_hung_worker_is_the_control_plane_s_first_and_the_watchdog_s_last(root: Path) -> None:

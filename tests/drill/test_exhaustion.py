@@ -111,6 +111,7 @@ async def test_a_full_kv_cache_is_foreseen_and_all_is_answered(tmp_path: Path) -
     trials: list[Trial] = []
     plan = replace(QUICK, settle_s=3.0, watch_s=6.0)
     async with asyncio.timeout(PATIENCE_S), stand(tmp_path, exhaustion.simulated_shape()) as s:
+        s.patience_s = PATIENCE_S
         await exhaustion.drilled(s, plan, 1, trials, Progress(1.0))
         assert not s.supervisor.ends
     assert missed(trials) == []

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.breaking import (
+    PROBED_MS,
     Breaker,
     Dimension,
     Forced,
@@ -93,6 +94,7 @@ def test_probes_that_show_nothing_are_not_waited_for_for_ever():
         breaker = probing(breaker, RULES, now)
     assert gate(breaker, now + RULES.max_open_ms - 1) is Gate.SHUT
     assert retry_after_ms(breaker, now + RULES.max_open_ms - 500) == 500
+    assert retry_after_ms(breaker, now) == PROBED_MS, "they may tell any moment"
     now += RULES.max_open_ms
     assert gate(breaker, now) is Gate.PROBE
     breaker = probing(breaker, RULES, now)

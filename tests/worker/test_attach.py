@@ -250,3 +250,26 @@ async def test_a_cap_takes_away_what_is_more_and_refuses_nothing(rig, gateway, a
     await gateway.until_end("a")
     assert len(gateway.tokens("a")) == gets
     assert gateway.pieces["a"][-1].event.WhichOneof("event") == "finish"
+
+
+async def test_what_was_delivered_beyond_a_cap_stays_delivered(rig, gateway):
+    """A worker of an older build knows no caps, and died in the middle of more."""
+    await gateway.start("whole", a_request(max_tokens=20))
+    await gateway.until_end("whole")
+    accepted = gateway.pieces["whole"][0].event.accepted
+    tokens = gateway.tokens("whole")[:10]
+    text = "".join(
+        p.event.delta.text
+        for p in gateway.pieces["whole"]
+        if p.event.HasField("delta") and p.event.delta.first_index < 10
+    )
+    request = a_request(max_tokens=20)
+    request.resume.CopyFrom(
+        pb.Resume(token_ids=tokens, text_bytes=len(text.encode()), attempt=2, prompt_digest=accepted.prompt_digest)
+    )
+    await gateway.start("goes on", request, output_cap=5)
+    await gateway.until_end("goes on")
+    last = gateway.pieces["goes on"][-1].event
+    assert last.WhichOneof("event") == "finish"
+    assert (last.finish.reason, last.finish.usage.completion_tokens) == (pb.FINISH_REASON_LENGTH, 10)
+    assert gateway.tokens("goes on") == []

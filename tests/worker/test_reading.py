@@ -11,7 +11,7 @@ from services.worker.attach import SLOW_READER_TOKENS
 from services.worker.reading import Reading
 from tests.worker.conftest import Rig, a_request
 from trimtab import messages as m
-from trimtab.errors import EngineDead, SlowReader
+from trimtab.errors import Cancelled, EngineDead, SlowReader
 from trimtab.kit import rpc
 from trimtab.v1 import inference_pb2_grpc
 
@@ -60,6 +60,21 @@ async def test_all_is_read_in_order():
     async with asyncio.timeout(WITHIN_S), Reading(made.stream()) as events:
         assert [e.first_index async for e in events] == list(range(1000))
     assert made.ended == "whole"
+
+
+async def test_a_stream_that_is_cancelled_within_is_no_stream_that_ended_well():
+    made = Made(3, asyncio.CancelledError())  # type: ignore[arg-type]
+    seen: list[int] = []
+
+    async def reads() -> None:
+        async with asyncio.timeout(WITHIN_S), Reading(made.stream()) as events:
+            async for e in events:
+                await made.over.wait()
+                seen.append(e.first_index)
+
+    with pytest.raises(Cancelled):
+        await reads()
+    assert seen == [0, 1, 2]
 
 
 async def test_an_error_comes_after_all_that_was_made_before_it():

@@ -42,7 +42,8 @@ def setup_logging(process: str, *, json_logs: bool | None = None, level: str = "
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Stdout())),
+        # One write a line: several processes may share a pipe.
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stdout())),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)

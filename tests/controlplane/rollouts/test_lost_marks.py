@@ -8,7 +8,7 @@ from controlplane.replica import Replica
 from controlplane.rollouts import builds
 from controlplane.rollouts.driver import RolloutDriver, document_of
 from controlplane.rollouts.keeper import Keeper
-from controlplane.rollouts.state import Stage
+from controlplane.rollouts.state import Stage, decode
 from controlplane.store.memory import MemoryStore
 from tests.controlplane.rollouts.watched import FIELDS, Watched, a_rollout
 from trimtab.snapshot import Scope
@@ -22,7 +22,8 @@ class Leading:
         self.store = MemoryStore()
         self.keeper = Keeper(self.store, lambda: None)
         self.replica = Replica(self.store)
-        self.driver = RolloutDriver(self.keeper, self.replica, Fleet(), now_unix_ms=lambda: NOW_MS)
+        self.now_ms = NOW_MS
+        self.driver = RolloutDriver(self.keeper, self.replica, Fleet(), now_unix_ms=lambda: self.now_ms)
         self.mesh = Watched(a_rollout(looked_unix_ms=NOW_MS - 1000))
 
     async def begin(self) -> None:
@@ -75,3 +76,15 @@ async def test_another_leader_takes_out_what_nobody_knows() -> None:
     for _ in range(3):
         await leading.tick()
     assert builds.overlay_of(document_of(leading.replica)) is None
+
+
+async def test_a_clock_that_is_set_back_delays_no_look_that_is_kept() -> None:
+    """What the store has is what each look begins with: unkept ones would take the same time for unwatched again and again."""
+    leading = Leading()
+    await leading.begin()
+    leading.now_ms -= 3_600_000
+    await leading.tick()
+    (mark,) = await leading.store.marks()
+    found = decode(mark.key, mark.data)
+    assert found is not None and found.looked_unix_ms == leading.now_ms
+    assert found.baked_unix_ms - leading.now_ms <= 1000 * found.bake_s, "it bakes no longer than it would have"

@@ -10,7 +10,7 @@ import pytest
 from controlplane.rollouts import builds
 from controlplane.rollouts.choose import Wanted, Worker, choose, more
 from controlplane.rollouts.judge import Judgement
-from controlplane.rollouts.state import PREFIX, Measure, Rollout, Stage, Verdict, Wealth, decode, encode
+from controlplane.rollouts.state import PREFIX, UNKNOWN, Measure, Rollout, Stage, Verdict, Wealth, decode, encode
 from controlplane.rollouts.steps import Facts, advance
 from controlplane.rollouts.watching import build_of
 from controlplane.spec import pin, promote, set_fields
@@ -235,7 +235,7 @@ def test_a_mark_gives_back_what_it_was_made_of_and_one_of_somebody_else_is_passe
     r = r.told(5, "something", "figures")
     assert decode(PREFIX + "r-1", encode(r)) == r
     older = {k: v for k, v in json.loads(encode(r)).items() if k not in ("looked", "unwatched")}
-    assert decode(PREFIX + "r-1", json.dumps(older).encode()) == replace(r, looked_unix_ms=0, unwatched_ms=0)
+    assert decode(PREFIX + "r-1", json.dumps(older).encode()) == replace(r, looked_unix_ms=UNKNOWN, unwatched_ms=0)
     for key, data in (("want/default", encode(r)), (PREFIX + "r-1", b"{"), (PREFIX + "r-1", b'{"kind": "rollout"}')):
         assert decode(key, data) is None
 

@@ -20,19 +20,19 @@
 {{/* {root, component, pool}: what selects a part's pods. It never changes over the life of a release. */}}
 {{- define "trimtab.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
-app.kubernetes.io/component: {{ . }}
+app.kubernetes.io/component: {{ . | quote }}
 {{- end }}
 {{- with .pool }}
-trimtab/pool: {{ . }}
+trimtab/pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 
 {{- define "trimtab.labels" -}}
 {{ include "trimtab.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
@@ -79,4 +79,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "trimtab.pool" -}}
 {{- $pool := mergeOverwrite (deepCopy .root.Values.workerDefaults) (deepCopy (.pool | default dict)) -}}
 {{- toYaml $pool -}}
+{{- end }}
+
+{{/* {root, api, kind, name}: the replicas that it has now, where it is there. An autoscaler owns the number, and a chart that says none would
+have it set to 1 by the upgrade that switches the autoscaler on. */}}
+{{- define "trimtab.replicas" -}}
+{{- with lookup .api .kind .root.Release.Namespace .name }}{{ with .spec.replicas }}
+  replicas: {{ . }}
+{{- end }}{{ end }}
 {{- end }}

@@ -75,7 +75,7 @@
 {{- include "trimtab.verbTls" . }}
 {{- with .Values.verbs.token.existingSecret }}
 - name: TRIMTAB_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.verbs.token.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.verbs.token.key | quote }}}}
 {{- end }}
 {{- end }}
 
@@ -103,7 +103,7 @@
 {{ include "trimtab.scratchVolumes" . }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
-  secret: {secretName: {{ include "trimtab.tlsSecret" . }}, defaultMode: 0440}
+  secret: {secretName: {{ include "trimtab.tlsSecret" . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 
