@@ -19,7 +19,7 @@ from services.gateway.processes import held
 from services.gateway.settings import GatewaySettings
 from services.gateway.siblings import merged
 from tests.gateway.builders import a_request, read
-from tests.gateway.fake_worker import WORDS, Running
+from tests.gateway.fake_worker import WORDS, Running, Script
 from trimtab import messages as m
 from trimtab.client import Client
 from trimtab.errors import TrimtabError
@@ -90,6 +90,19 @@ async def linked(http: str) -> None:
             await asyncio.sleep(0.1)
 
 
+def held_up_by(go_on: asyncio.Event) -> Script:
+    """Two tokens, and the others once it is set."""
+
+    async def script(r: Running) -> None:
+        r.accept()
+        await r.tokens(WORDS[:2])
+        await go_on.wait()
+        await r.tokens(WORDS[2:])
+        r.finish()
+
+    return script
+
+
 async def test_connections_are_spread_and_any_process_tells_of_all(start_worker):
     worker = await start_worker()
     async with two_processes(worker) as (_, listen, http), AsyncExitStack() as stack:
@@ -114,15 +127,7 @@ async def test_connections_are_spread_and_any_process_tells_of_all(start_worker)
 
 async def test_one_that_is_killed_comes_back_and_the_others_streams_go_on(start_worker):
     go_on = asyncio.Event()
-
-    async def script(r: Running) -> None:
-        r.accept()
-        await r.tokens(WORDS[:2])
-        await go_on.wait()
-        await r.tokens(WORDS[2:])
-        r.finish()
-
-    worker = await start_worker(script=script)
+    worker = await start_worker(script=held_up_by(go_on))
     async with two_processes(worker) as (process, listen, http), AsyncExitStack() as stack:
         await linked(http)
         clients = [await stack.enter_async_context(Client(listen, attempts=1)) for _ in range(CLIENTS)]
@@ -192,15 +197,7 @@ async def test_nobody_else_gets_a_port_that_is_held():
 
 async def test_sigterm_drains_them_all(start_worker):
     go_on = asyncio.Event()
-
-    async def script(r: Running) -> None:
-        r.accept()
-        await r.tokens(WORDS[:2])
-        await go_on.wait()
-        await r.tokens(WORDS[2:])
-        r.finish()
-
-    worker = await start_worker(script=script)
+    worker = await start_worker(script=held_up_by(go_on))
     async with two_processes(worker) as (process, listen, http), AsyncExitStack() as stack:
         await linked(http)
         clients = [await stack.enter_async_context(Client(listen)) for _ in range(8)]
