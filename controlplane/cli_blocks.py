@@ -46,6 +46,9 @@ def blocks(control: str | None, as_json: bool) -> None:
     show_default=True,
     help="idle: only while fewer tokens are resident than block_plan.max_recompute_tokens says. now: whatever it costs.",
 )
+@click.option(
+    "--recompute", is_flag=True, help="Have everything computed anew, also where the engine can carry its KV over."
+)
 @click.option("--author", metavar="NAME", help="Who. [default: you, as this machine knows you]")
 @click.option("--reason", default="", metavar="TEXT", help="Why; `trimtab why W` tells it.")
 @control_option
@@ -55,13 +58,14 @@ def reblock(
     size: int,
     dry_run: bool,
     when: str,
+    recompute: bool,
     author: str | None,
     reason: str,
     control: str | None,
     as_json: bool,
 ) -> None:
-    """Cut the KV cache of a running worker, or of a pool's workers one after another, into blocks of SIZE tokens. Streams go on; what they
-    had computed is computed anew.
+    """Cut the KV cache of a running worker, or of a pool's workers one after another, into blocks of SIZE tokens. Streams go on: their KV
+    is carried over where the engine knows how, and computed anew where not. Prefixes that nobody runs on are lost.
 
     After a worker that does not do it the others are left as they are. A worker named as a pool is comes before the pool.
 
@@ -79,6 +83,7 @@ def reblock(
             size,
             pool=target if is_pool else "",
             when=WHEN[when],
+            recompute=recompute,
             dry_run=dry_run,
             author=author or user(),
             reason=reason,

@@ -166,7 +166,9 @@ async def _act(client: AdminClient, case: Case, fix: Fix, author: str, reason: s
             (changed,) = (await client.reblock([node_id], block_size, author=author, reason=reason)).nodes
             if not changed.done:
                 return Done(fix, False, f"{changed.reason}: {changed.message}")
-            took = f"in {changed.result.change_ms:.0f} ms, {changed.result.recompute_tokens} tokens to compute anew"
+            r = changed.result
+            took = f"in {r.change_ms:.0f} ms, {r.recompute_tokens} tokens to compute anew"
+            took += f", {r.carried_tokens} carried over" if r.carried_tokens else ""
             return Done(
                 fix, True, f"{node_id} has blocks of {block_size} {took}", f"trimtab reblock {node_id} {before_size}"
             )

@@ -141,11 +141,14 @@ def _arrow(before: int, after: int) -> str:
 
 def cost_text(n: Any) -> str:
     r = n.result
-    if r.carried:
-        return "nothing: its KV was carried over"
-    if not r.recompute_tokens and not r.cached_tokens:
+    if not r.recompute_tokens and not r.cached_tokens and not r.carried_tokens:
         return "nothing"
-    found = [f"{r.recompute_tokens:,} tokens of {r.requests} request{'' if r.requests == 1 else 's'}"]
+    whose = f"of {r.requests} request{'' if r.requests == 1 else 's'}"
+    if r.carried_tokens:
+        found = [f"{r.recompute_tokens:,} tokens {whose}" if r.recompute_tokens else f"nothing {whose}"]
+        found.append(f"{r.carried_tokens:,} tokens are carried over")
+    else:
+        found = [f"{r.recompute_tokens:,} tokens {whose}"]
     if n.HasField("recompute_s") and r.recompute_tokens:
         found.append(f"about {brief(max(1.0, n.recompute_s * 1000.0))} of work")
     if r.cached_tokens:
@@ -203,6 +206,7 @@ def _reblocked_json(n: Any) -> dict[str, Any]:
         "cached_tokens": r.cached_tokens,
         "change_ms": r.change_ms,
         "carried": r.carried,
+        "carried_tokens": r.carried_tokens,
     }
     return {
         "node_id": n.node_id,

@@ -38,8 +38,8 @@ class Reblock:
     """What a change of the block size did, or would do where `dry_run`.
 
     `recompute_tokens` are tokens of `requests` requests whose KV is computed anew; `cached_tokens` are those of prefixes that nobody runs on
-    and that are lost as well. `change_ms` is the engine's time from the first request put aside to the end. `carried`: the KV was carried
-    over, so that nothing is computed anew.
+    and that are lost as well. `carried_tokens` were moved into the new blocks, and nobody computes them. `change_ms` is the engine's time from
+    the first thing touched to the end.
     """
 
     before: Geometry
@@ -48,8 +48,13 @@ class Reblock:
     requests: int = 0
     cached_tokens: int = 0
     change_ms: float = 0.0
-    carried: bool = False
+    carried_tokens: int = 0
     dry_run: bool = False
+
+    @property
+    def carried(self) -> bool:
+        """All KV of who runs was carried over: nothing is computed anew."""
+        return self.carried_tokens > 0 and not self.recompute_tokens
 
 
 def recompute_s(tokens: int, requests: int, tokens_per_s: float, ms_per_1000_context: float = 0.0) -> float:

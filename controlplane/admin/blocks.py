@@ -72,7 +72,7 @@ class Blocks:
         for worker in workers:
             node = await self._reblock_one(request, worker)
             rate, more_ms = _prefill(seen.get(worker.node_id))
-            if node.HasField("result") and rate and not node.result.carried:
+            if node.HasField("result") and rate and node.result.recompute_tokens:
                 node.recompute_s = recompute_s(node.result.recompute_tokens, node.result.requests, rate, more_ms)
             found.append(node)
             if not request.dry_run and not request.local:
@@ -124,7 +124,7 @@ class Blocks:
         command = control_pb2.Command(command_id=uuid.uuid4().hex)
         c = command.reblock
         c.block_size, c.when, c.dry_run = request.block_size, request.when, request.dry_run
-        c.max_recompute_tokens = request.max_recompute_tokens
+        c.max_recompute_tokens, c.recompute = request.max_recompute_tokens, request.recompute
         result = await self._ask_one(worker.node_id, command, within_s=ANSWER_S)
         if result is None:
             return _unheard(worker, NOT_CONNECTED, "not asked: it has just left")
@@ -199,7 +199,9 @@ def _told(request: admin_pb2.ReblockNodesRequest, node: admin_pb2.NodeReblocked)
     r = node.result
     if r.before_block_size == r.after_block_size:
         return f"KV block size stays {r.after_block_size}: it had that one already"
-    cost = "its KV carried over" if r.carried else f"{r.recompute_tokens} tokens computed anew"
+    cost = f"{r.recompute_tokens} tokens computed anew"
+    if r.carried_tokens:
+        cost = f"{r.carried_tokens} tokens carried over" + (f", {cost}" if r.recompute_tokens else "")
     return f"KV block size {r.before_block_size} → {r.after_block_size}, {cost}"
 
 

@@ -234,6 +234,7 @@ class AdminClient:
         pool: str = "",
         when: int = 0,
         max_recompute_tokens: int = 0,
+        recompute: bool = False,
         dry_run: bool = False,
         reason: str = "",
         workers: int = 1,
@@ -241,7 +242,8 @@ class AdminClient:
         """One worker after another: these, or all of `pool`, which has about so many `workers`; each may take an engine step."""
         request = admin_pb2.ReblockNodesRequest(
             node_ids=node_ids, pool=pool, block_size=block_size, when=control_pb2.ReblockWhen.ValueType(when),
-            max_recompute_tokens=max_recompute_tokens, dry_run=dry_run, author=author, reason=reason,
+            max_recompute_tokens=max_recompute_tokens, recompute=recompute, dry_run=dry_run, author=author,
+            reason=reason,
         )  # fmt: skip
         timeout_s = self._timeout_s + REBLOCK_S * max(1, workers, len(node_ids))
         return await self._ask((await self._reach()).ReblockNodes(request, timeout=timeout_s, metadata=self._metadata))

@@ -121,7 +121,8 @@ class Reblocking:
             return control_pb2.CommandResult(ok=False, reason=e.reason, message=e.message)
         log.info(
             "KV block size", command_id=command.command_id, dry_run=done.dry_run, before=done.before.block_size,
-            after=done.after.block_size, recompute_tokens=done.recompute_tokens, change_ms=round(done.change_ms, 2),
+            after=done.after.block_size, carried_tokens=done.carried_tokens,
+            recompute_tokens=done.recompute_tokens, change_ms=round(done.change_ms, 2),
         )  # fmt: skip
         return control_pb2.CommandResult(ok=True, affected=done.requests, reblock=_encode(done))
 
@@ -134,6 +135,7 @@ class Reblocking:
                 wanted.block_size,
                 when=When.NOW if wanted.when == control_pb2.REBLOCK_WHEN_NOW else When.IDLE,
                 max_recompute_tokens=wanted.max_recompute_tokens or self._most(),
+                carry=not wanted.recompute,
                 dry_run=wanted.dry_run,
             )
         finally:
@@ -153,6 +155,7 @@ def _encode(r: Reblock) -> control_pb2.ReblockResult:
         cached_tokens=r.cached_tokens,
         change_ms=r.change_ms,
         carried=r.carried,
+        carried_tokens=r.carried_tokens,
         dry_run=r.dry_run,
     )
 

@@ -123,7 +123,9 @@ def test_a_workload_goes_by_the_context_nearest_to_its_median_request() -> None:
 
 
 def test_without_the_default_size_there_is_no_verdict() -> None:
-    assert figures.verdict(rounds({256: [100.0] * 3}), a_work(), DEFAULT, binds=False) is None
+    for binds in (False, True):
+        seen = a_work({256: 0.04})
+        assert figures.verdict(rounds({256: [100.0] * 3}), seen, DEFAULT, binds=binds) is None
 
 
 # Prefixes.

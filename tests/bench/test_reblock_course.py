@@ -102,7 +102,7 @@ async def test_refusals_are_told_apart_from_a_change(engine: SimulatedEngine) ->
 
 async def test_many_changes_leave_every_block_free(engine: SimulatedEngine) -> None:
     found = await live.soak(engine, {"seed": "1", "sizes": figures.order([32, 64, 128], 40, 16, "soak")})
-    assert {k: len(v) for k, v in found["change_ms"].items()} == {"idle": 20, "busy": 20}
+    assert {k: len(v) for k, v in found["change_ms"].items()} == {"idle": 20, "busy": 20, "carried": 0}
     assert found["leaked"] == [0] * 4 and found["errors"] == []
     assert all(kb > 1000 for kb in found["resident_kb"]) and len(found["resident_kb"]) == 4
 
@@ -174,8 +174,11 @@ async def test_the_whole_course_measures_every_part_once(tmp_path: Path) -> None
     sizes = [c["after"] for a in report.arms if a["arm"] == "under load" for c in a["changes"]]
     assert len(set(sizes)) == 6, "each is another one as long as there are others"
     parts = [p for p in hosts.parts if p != "settle"]
-    assert parts == ["bout", "bout", "bout", "refusals", "soak", "bout", "bout"]
-    assert [a["arm"] for a in report.arms] == ["under load", "as served", "in a row", "refusals", "restart"]
+    assert parts == [*["bout"] * 5, "refusals", "soak", "bout", "bout"]
+    told = [args.get("carry", False) for h in hosts.all for part, args in h.asked if part == "bout"]
+    assert told == [False, False, True, False, True, False, True], "by turns; what is served carries where it can"
+    arms = [a["arm"] for a in report.arms]
+    assert arms == ["under load", "carried over", "as served", "in a row", "refusals", "restart"]
     text = report.text()
     assert "restart ÷" in text and "stop 4.0 s, start 20.0 s" in text
     json.dumps(report.as_json())
@@ -189,15 +192,15 @@ async def test_a_failure_keeps_what_was_measured_and_the_next_run_goes_on_there(
 
     def fail(part: str) -> None:
         asked.append(part)
-        if asked.count("bout") == 3:
+        if asked.count("bout") == 4:
             raise BenchError("the engine's process ended too early")
 
     with pytest.raises(BenchError, match=r"what was measured before is kept: --resume"):
         await course.run(options(tmp_path), Parts(Hosts(fail).engine))
     hosts = Hosts()
     report = await course.run(options(tmp_path), Parts(hosts.engine))
-    assert [p for p in hosts.parts if p != "settle"] == ["bout", "refusals", "soak", "bout", "bout"]
-    assert any("resumed: 2 finished parts" in n for n in report.notes)
+    assert [p for p in hosts.parts if p != "settle"] == ["bout", "bout", "refusals", "soak", "bout", "bout"]
+    assert any("resumed: 3 finished parts" in n for n in report.notes)
     assert {g.name: g.value for g in report.goals}["wrong_tokens"] == 0
 
 
@@ -209,7 +212,7 @@ async def test_interrupted_it_reports_what_it_has(tmp_path: Path) -> None:
     running.cancel()
     report = await running
     assert not report.whole and any("--resume" in n for n in report.notes)
-    assert {a["arm"] for a in report.arms} == {"under load"}
+    assert {a["arm"] for a in report.arms} == {"under load", "carried over"}
 
 
 async def test_an_engine_that_cannot_change_while_it_runs_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -16,10 +16,16 @@ STREAMS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 def a_change(**fields: Any) -> dict[str, Any]:
     known = {
-        "before": 128, "after": 64, "change_ms": 5.0, "call_ms": 60.0, "requests": 2, "carried": False,
+        "before": 128, "after": 64, "change_ms": 5.0, "call_ms": 60.0, "requests": 2, "carried_tokens": 0,
         "predicted_tokens": 1000, "measured_tokens": 1050, "pauses_ms": [900.0, 1100.0],
     }  # fmt: skip
     return {**known, **fields}
+
+
+def a_carried_change(**fields: Any) -> dict[str, Any]:
+    return a_change(
+        **{"carried_tokens": 1000, "predicted_tokens": 0, "measured_tokens": 0, "pauses_ms": [90.0, 110.0], **fields}
+    )
 
 
 def a_part(kind: str, tokens: list[list[int]] | None = None, **fields: Any) -> dict[str, Any]:
@@ -36,7 +42,8 @@ def a_part(kind: str, tokens: list[list[int]] | None = None, **fields: Any) -> d
 
 
 def a_bout(*changes: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return a_part("bout", changes=list(changes or [a_change()] * 20), cut_short="", **fields)
+    known = {"kind": "bout", "changes": list(changes or [a_change()] * 20), "cut_short": ""}
+    return a_part(**{**known, **fields})
 
 
 def a_refusal(size: int = 16, **fields: Any) -> dict[str, Any]:
@@ -56,6 +63,7 @@ def good_parts() -> dict[str, dict[str, Any]]:
         "reference": a_part("reference"),
         "control": a_part("reference", number=1),
         "bout": a_bout(),
+        "carried": a_bout(*[a_carried_change()] * 20, kind="carried"),
         "refusals": a_part("refusals", tried=[a_refusal(s) for s in (16, 24, 48, 0, -1, 10**9)]),
         "soak": a_soak(),
         "restart": {"kind": "restart", "number": 0, "stop_s": 4.0, "start_s": 20.0},
@@ -180,6 +188,10 @@ def _predicts_what_never_comes(parts: dict[str, dict[str, Any]]) -> None:
     parts["bout"] = a_bout(*[a_change()] * 19, a_change(measured_tokens=0))
 
 
+def _carries_nothing(parts: dict[str, dict[str, Any]]) -> None:
+    parts["carried"] = a_bout(*[a_carried_change()] * 19, a_carried_change(measured_tokens=7), kind="carried")
+
+
 def _wrong(parts: dict[str, dict[str, Any]]) -> None:
     parts["bout"] = a_bout(tokens=[[1, 2, 3, 5], [5, 6, 7, 8]])
 
@@ -240,6 +252,7 @@ def _few_in_a_row(parts: dict[str, dict[str, Any]]) -> None:
         (_freed_twice, {"leaked_blocks"}),
         (_grows, {"memory_growth_kb"}),
         (_fails_in_a_row, {"errors_in_a_row"}),
+        (_carries_nothing, {"carried_yet_recomputed_tokens"}),
         (_cut_short, {"changes_under_load"}),
         (_few_in_a_row, {"changes_in_a_row"}),
     ],
@@ -264,8 +277,16 @@ def test_a_quick_run_decides_what_is_missed_and_nothing_else(
 
 def test_time_for_carrying_kv_over_is_not_held_against_the_goal() -> None:
     parts = good_parts()
-    parts["bout"] = a_bout(*[a_change()] * 19, a_change(change_ms=300.0, carried=True))
-    assert met(parts)["change_max_ms"] is True
+    parts["carried"] = a_bout(*[a_carried_change(change_ms=300.0)] * 20, kind="carried")
+    assert met(parts)["change_max_ms"] is True and met(parts)["carried_yet_recomputed_tokens"] is True
+
+
+def test_how_much_shorter_pauses_are_where_kv_is_carried_over_is_told() -> None:
+    parts = good_parts()
+    arms = {a["arm"]: a for a in figures.arms(Found.of(list(parts.values())))}
+    assert arms["carried over"]["pause_anew_over_carried"] == pytest.approx(10.0)
+    text = "\n".join(body for _, body in tables.sections(list(arms.values())))
+    assert "carried over: 10" in text and "1000" in text
 
 
 # What is shown.

@@ -42,6 +42,8 @@ class Worker(FakeNode):
         self.node = Node(node_id, pool, limits=SIZED, policy_schema=self.node.policy_schema)
         self.obeys = self._reblock
         self.refusal = ""
+        self.carries = 0
+        """Of the 1,800 tokens that run here, those that are carried over unless they are to be computed anew."""
 
     def _reblock(self, command: control_pb2.Command) -> control_pb2.CommandResult:
         if self.refusal:
@@ -52,6 +54,7 @@ class Worker(FakeNode):
         old = self.node.limits
         blocks = old.block_size * old.total_blocks // wanted.block_size
         new = replace(old, block_size=wanted.block_size, total_blocks=blocks)
+        carried = 0 if wanted.recompute else self.carries
         if not wanted.dry_run:
             self.node = replace(self.node, limits=new)
             self.change(new)
@@ -60,7 +63,8 @@ class Worker(FakeNode):
             reblock=control_pb2.ReblockResult(
                 before_block_size=old.block_size, before_total_blocks=old.total_blocks,
                 after_block_size=new.block_size, after_total_blocks=new.total_blocks,
-                recompute_tokens=1800, requests=3, cached_tokens=640, dry_run=wanted.dry_run,
+                recompute_tokens=1800 - carried, requests=3, cached_tokens=640, dry_run=wanted.dry_run,
+                carried=carried == 1800, carried_tokens=carried,
             ),
         )  # fmt: skip
 

@@ -35,6 +35,11 @@ class Shell:
         return json.loads((await self(verb, *words, "--json")).stdout)
 
 
+def words(result: Result) -> str:
+    """What was told, however its lines are broken."""
+    return " ".join(result.stdout.split())
+
+
 @pytest.fixture
 async def shell(quiet: None) -> AsyncIterator[Shell]:
     async with a_pool() as (mesh, workers):
@@ -51,10 +56,26 @@ async def test_a_worker_is_changed_and_told_with_what_it_costs(shell: Shell) -> 
         "                                                 lost\n"
     )
     [command] = shell.workers[1].commands.value
-    assert (command.reblock.when, command.reblock.max_recompute_tokens) == (2, 0)
+    assert (command.reblock.when, command.reblock.max_recompute_tokens, command.reblock.recompute) == (2, 0, False)
     assert sizes(shell.mesh) == {"w0": 16, "w1": 64, "w2": 16, "x0": 16}
     told = (await shell(why, "w1")).stdout
     assert "KV block size 16 → 64, 1800 tokens computed anew, by ada" in told
+
+
+async def test_what_is_carried_over_is_told_and_may_be_computed_anew_instead(shell: Shell) -> None:
+    shell.workers[1].carries = 1800
+    result = await shell(reblock, "w1", "64")
+    assert "nothing of 3 requests; 1,800 tokens are carried over; 640 tokens" in words(result)
+    assert "KV block size 16 → 64, 1800 tokens carried over, by" in (await shell(why, "w1")).stdout
+    [node] = (await shell.json(reblock, "w1", "16"))["nodes"]
+    result = node["result"]
+    assert (result["carried"], result["carried_tokens"], result["recompute_tokens"]) == (True, 1800, 0)
+    shell.workers[1].carries = 1700
+    assert "100 tokens of 3 requests; 1,700 tokens are carried over" in words(await shell(reblock, "w1", "64"))
+    assert "1700 tokens carried over, 100 tokens computed anew" in (await shell(why, "w1")).stdout
+    [node] = (await shell.json(reblock, "w1", "16", "--recompute"))["nodes"]
+    result = node["result"]
+    assert (result["carried"], result["carried_tokens"], result["recompute_tokens"]) == (False, 0, 1800)
 
 
 async def test_a_pool_is_named_as_a_worker_is(shell: Shell) -> None:
@@ -90,6 +111,7 @@ async def test_a_dry_run_tells_the_time_that_it_would_cost_and_changes_nothing(s
                     "cached_tokens": 640,
                     "change_ms": 0.0,
                     "carried": False,
+                    "carried_tokens": 0,
                 },
                 "recompute_s": 4.0,
                 "reason": None,

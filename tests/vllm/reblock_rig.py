@@ -127,8 +127,9 @@ async def at_rest(engine: VllmEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-async def resize(engine: VllmEngine, size: int) -> Reblock:
-    done = await engine.reblock(size, when=When.NOW)
+async def resize(engine: VllmEngine, size: int, *, carry: bool = True) -> Reblock:
+    done = await engine.reblock(size, when=When.NOW, carry=carry)
+    assert carry or not done.carried_tokens
     assert done.after.block_size == engine.limits.block_size == size
     assert done.after.total_blocks == engine.limits.total_blocks == engine.load().total_blocks
     return done
@@ -171,6 +172,22 @@ def seen(worker: Any) -> dict[str, Any]:
         "rows": len(runner.input_batch.req_id_to_index),
         "biased": sum(len(getattr(p, "biases", ())) for p in runner.input_batch.logitsprocs.all),
     }
+
+
+def layouts(worker: Any) -> set[str]:
+    """Whatever was found out about where KV lies."""
+    return set(worker.worker._trimtab_layouts.values())
+
+
+def unlearn_layouts(worker: Any) -> None:
+    known = worker.worker._trimtab_layouts
+    sizes = [128, 64]
+    known.update({(*pair, *key[2:]): "" for key in list(known) for pair in (sizes, sizes[::-1])})
+
+
+def learn_layouts(worker: Any) -> None:
+    """What is not known is tried out when it is asked for."""
+    worker.worker._trimtab_layouts.clear()
 
 
 def alive(_: Any) -> dict[str, int]:

@@ -232,6 +232,54 @@ def test_a_batch_tells_who_changes_logits_that_its_rows_are_gone() -> None:
     assert "req_id_to_index" in assigned_attributes(InputBatch)
 
 
+# What is carried over.
+
+
+def test_blocks_are_given_out_to_who_is_carried_as_to_a_prompt(tmp_path: Path) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    allocate = parameters(KVCacheManager.allocate_slots)
+    assert allocate[:5] == ["self", "request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks"]
+    assert parameters(KVCacheManager.truncate_computed_blocks) == ["self", "blocks", "num_computed_tokens"]
+    assert parameters(KVCacheManager.get_block_ids) == ["self", "request_id"]
+    s: Any = stock(tmp_path)
+    r = request("a", list(range(100)), 4, Workload.REALTIME, 0.0)
+    blocks, hit, *_ = s.kv_cache_manager.get_computed_blocks(r)
+    assert hit == 0 and s.kv_cache_manager.truncate_computed_blocks(blocks, 0) is not None
+
+
+def test_a_request_that_is_not_in_the_batch_is_added_by_what_the_runner_knows_of_it() -> None:
+    """So that new block ids there, and an empty batch, are all that it takes."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "block_ids" in CachedRequestState.__dataclass_fields__
+    source = text(GPUModelRunner._update_states)
+    assert "req_state = self.requests[req_id]" in source
+    assert "for block_ids, new_ids in zip(req_state.block_ids, new_block_ids): block_ids.extend(new_ids)" in source
+    assert source.index("if req_index is None: # The request is not in the persistent batch.") < source.index(
+        "reqs_to_add.append(req_state) # Track resumed"
+    )
+    assert "self.input_batch.add_request(request)" in source
+
+
+def test_where_a_layers_cache_lies_and_how_it_is_written_is_asked_of_vllm() -> None:
+    from vllm.config import CacheConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    wanted = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
+    for impl in (CPUAttentionBackendImpl, FlashAttentionImpl):
+        assert parameters(impl.do_kv_cache_update) == wanted
+    assert {"size", "layers", "layer_stride", "block_stride"} <= set(KVCacheTensor.__dataclass_fields__)
+    assert isinstance(KVCacheLayout.is_layer_compact, property)
+    assert parameters(CacheConfig.get_resolved_kv_cache_layout) == ["self"]
+    assert "layer.kv_cache" in text(clear_layer_kv_caches)
+
+
 # Generators.
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 from services.worker.engines import Job
-from services.worker.engines.vllm import VllmEngine
+from services.worker.engines.vllm import OWN_BLOCKS, VllmEngine
 from tests.vllm.reblock_rig import (
     ACCEPTED,
     BARE,
@@ -27,6 +28,8 @@ from tests.vllm.reblock_rig import (
     fail_always,
     fail_once,
     jobs,
+    layouts,
+    learn_layouts,
     odd_jobs,
     prompt,
     refused,
@@ -35,6 +38,7 @@ from tests.vllm.reblock_rig import (
     there,
     touch,
     under_way,
+    unlearn_layouts,
 )
 from trimtab.blocks import Geometry, Reblock, When
 from trimtab.errors import EngineDead, EngineFault
@@ -78,13 +82,16 @@ def test_an_engine_says_which_sizes_it_takes(engine: VllmEngine, run: Runner) ->
     assert run(there(engine, seen))["blocks"] == engine.limits.total_blocks
 
 
-def test_streams_go_on_with_the_very_tokens_that_they_would_have_had(engine: VllmEngine, run: Runner) -> None:
+@pytest.mark.parametrize("carry", [True, False])
+def test_streams_go_on_with_the_very_tokens_that_they_would_have_had(
+    engine: VllmEngine, run: Runner, carry: bool
+) -> None:
     async def disturbed() -> list[list[int]]:
         async with under_way(engine, jobs("d") + odd_jobs("d")) as (streams, end):
             for tokens, size in ((3, 32), (12, 512), (21, 64), (30, 1024)):
                 await asyncio.gather(*(stream.at(tokens) for stream in streams))
-                done = await resize(engine, size)
-                assert done.requests > 0 and done.recompute_tokens > 0
+                done = await resize(engine, size, carry=carry)
+                assert done.requests > 0 and done.carried == carry == (not done.recompute_tokens)
                 assert tokens > 12 or done.requests == len(streams)
                 found = await there(engine, seen)
                 assert (found["blocks"], found["block_size"]) == (done.after.total_blocks, size)
@@ -114,9 +121,9 @@ def test_what_is_said_to_be_computed_anew_is_what_then_is(engine: VllmEngine, ru
         async with under_way(engine, [wanted[0]]) as (_, first):
             async with under_way(engine, wanted[1:]) as (streams, end):
                 await asyncio.gather(*(stream.at(4) for stream in streams))
-                dry = await engine.reblock(size, when=When.NOW, dry_run=True)
+                dry = await engine.reblock(size, when=When.NOW, carry=False, dry_run=True)
                 was = engine.stats()["recomputed_tokens"]
-                done = await resize(engine, size)
+                done = await resize(engine, size, carry=False)
                 await end
             await first
         await at_rest(engine)
@@ -153,9 +160,10 @@ def test_the_size_that_it_has_and_a_dry_run_change_nothing(engine: VllmEngine, r
             was, preempted = engine.limits, engine.row().preemptions
             same = await engine.reblock(START)
             assert (same.before, same.after) == (Geometry(START, was.total_blocks),) * 2
-            dry = await engine.reblock(64, when=When.NOW, dry_run=True)
-            assert dry.after == Geometry(64, 2 * was.total_blocks) or dry.after.total_blocks // 2 == was.total_blocks
-            assert dry.recompute_tokens >= sum(LENGTHS)
+            for carry in (True, False):
+                dry = await engine.reblock(64, when=When.NOW, carry=carry, dry_run=True)
+                assert dry.after in (Geometry(64, 2 * was.total_blocks), Geometry(64, 2 * was.total_blocks + 1))
+                assert (dry.recompute_tokens, dry.carried_tokens)[carry] >= sum(LENGTHS) and dry.carried == carry
             assert engine.limits == was and engine.row().preemptions == preempted
         await at_rest(engine)
 
@@ -165,9 +173,12 @@ def test_the_size_that_it_has_and_a_dry_run_change_nothing(engine: VllmEngine, r
 def test_a_change_that_may_wait_waits_until_little_is_resident(engine: VllmEngine, run: Runner) -> None:
     async def try_it() -> None:
         async with under_way(engine, jobs("i", tokens=1000)):
-            no = await refused(engine, 64, when=When.IDLE, max_recompute_tokens=500)
+            no = await refused(engine, 64, when=When.IDLE, max_recompute_tokens=500, carry=False)
             assert no.cause == "NOT_IDLE" and f"{len(LENGTHS)} requests" in no.message
-            assert (await engine.reblock(64, when=When.IDLE, max_recompute_tokens=1 << 30)).requests == len(LENGTHS)
+            patient = await engine.reblock(64, when=When.IDLE, max_recompute_tokens=1 << 30, carry=False)
+            assert patient.requests == len(LENGTHS) and not patient.carried
+            # Nothing is lost by one that carries.
+            assert (await engine.reblock(32, when=When.IDLE, max_recompute_tokens=1)).carried
         await at_rest(engine)
         idle = await engine.reblock(START, when=When.IDLE, max_recompute_tokens=0)
         assert (idle.requests, idle.recompute_tokens) == (0, 0)
@@ -227,12 +238,85 @@ def test_requests_that_come_in_between_are_served_as_well(engine: VllmEngine, ru
     assert run(try_it()) == run(all_of(engine, jobs("o")))
 
 
+def test_who_finds_no_room_is_computed_anew_and_all_others_are_carried(engine: VllmEngine, run: Runner) -> None:
+    """In blocks of 2,048 tokens this memory has one for each of ten requests, and eleven run."""
+
+    async def crowded() -> tuple[list[list[int]], Reblock, Reblock]:
+        async with under_way(engine, jobs("w") + odd_jobs("w")) as (streams, end):
+            await asyncio.gather(*(stream.at(5) for stream in streams))
+            dry = await engine.reblock(2048, when=When.NOW, dry_run=True)
+            was = engine.stats()["recomputed_tokens"]
+            done = await resize(engine, 2048)
+            told = await end
+        await at_rest(engine)
+        assert engine.stats()["recomputed_tokens"] - was == done.recompute_tokens > 0
+        await resize(engine, START)
+        return told, dry, done
+
+    told, dry, done = run(crowded())
+    assert done.after.total_blocks - OWN_BLOCKS == len(told) - 1 == done.requests - 1
+    assert done.carried_tokens > 10 * done.recompute_tokens and not done.carried
+    assert 0 <= done.carried_tokens - dry.carried_tokens <= 8 * 11
+    assert told == run(all_of(engine, jobs("v") + odd_jobs("v")))
+
+
+def test_a_prefix_that_several_have_is_carried_once_and_found_by_who_comes_later(
+    engine: VllmEngine, run: Runner
+) -> None:
+    shared = prompt(400, 8)
+    wanted = [Job(f"h{i}", shared + prompt(20, i), 60, GREEDY, Workload.REALTIME) for i in range(4)]
+
+    async def try_it() -> tuple[list[list[int]], Reblock, int]:
+        async with under_way(engine, wanted[:1]) as (_, first), under_way(engine, wanted[1:]) as (streams, others):
+            await asyncio.gather(*(stream.at(4) for stream in streams))
+            done = await resize(engine, 32)
+            late = Stream(Job("h-late", shared + prompt(20, 99), 4, GREEDY, Workload.REALTIME))
+            await late.follow(engine)
+            told = await first + await others
+        await at_rest(engine)
+        await resize(engine, START)
+        return told, done, late.cached
+
+    told, done, cached = run(try_it())
+    # Each has 420 tokens of its prompt and a few of its own; 384 of the 400 that they have in common fill blocks of 128, and of 32 too.
+    assert done.carried and cached == 384
+    assert 4 * 420 - 3 * 384 <= done.carried_tokens <= 4 * 460 - 3 * 384
+    assert told == run(all_of(engine, [Job(f"k{i}", *_rest(job)) for i, job in enumerate(wanted)]))
+
+
+def _rest(job: Job) -> tuple[Any, ...]:
+    return job.token_ids, job.max_tokens, job.sampling, job.workload
+
+
+def test_an_engine_finds_out_by_itself_which_sizes_it_can_carry_to(engine: VllmEngine, run: Runner) -> None:
+    assert run(there(engine, layouts)) == {"keys across"}
+
+
+def test_a_layout_that_is_another_than_it_was_carries_nothing(engine: VllmEngine, run: Runner) -> None:
+    async def try_it() -> list[list[int]]:
+        await there(engine, unlearn_layouts)
+        try:
+            async with under_way(engine, jobs("q")) as (streams, end):
+                await asyncio.gather(*(stream.at(3) for stream in streams))
+                no = await refused(engine, 64)
+                assert no.cause == "FAILED" and "does not lay KV out" in no.message and "anew" in no.message
+                return await end
+        finally:
+            await there(engine, learn_layouts)
+            await at_rest(engine)
+
+    assert run(try_it()) == run(all_of(engine, jobs("r")))
+
+
 STAGES = [
     ("services.worker.engines.vllm_reblock_worker", "_forget_requests"),
     ("services.worker.engines.vllm_reblock_worker", "create_kv_cache_views"),
     ("services.worker.engines.vllm_reblock", "_agree"),
     ("services.worker.engines.vllm_reblock", "_manager"),
     ("services.worker.engines.vllm_scheduler", "TrimtabScheduler._rehash"),
+    ("services.worker.engines.vllm_carry", "place"),
+    ("services.worker.engines.vllm_reblock_worker", "move"),
+    ("services.worker.engines.vllm_scheduler", "TrimtabScheduler.trimtab_placed"),
 ]
 
 
@@ -241,7 +325,7 @@ def test_a_change_that_fails_is_rolled_back_wherever_it_fails(engine: VllmEngine
         async with under_way(engine, jobs("f") + odd_jobs("f")) as (streams, end):
             was, cut = engine.limits, await there(engine, seen)
             for i, (module, path) in enumerate(STAGES):
-                await asyncio.gather(*(stream.at(3 + 8 * i) for stream in streams))
+                await asyncio.gather(*(stream.at(3 + 5 * i) for stream in streams))
                 await there(engine, fail_once, module, path)
                 no = await refused(engine, 64)
                 assert no.cause == "FAILED" and "was made to fail" in no.message and no.accepted == ACCEPTED
@@ -265,7 +349,7 @@ def test_fifty_changes_leak_neither_blocks_nor_memory(engine: VllmEngine, run: R
     async def change(times: int, wanted: list[Job]) -> None:
         async with under_way(engine, wanted):
             for i in range(times):
-                await resize(engine, (32, 256, 64, 512)[i % 4])
+                await resize(engine, (32, 256, 64, 512)[i % 4], carry=i % 3 > 0)
         await at_rest(engine)
 
     # Short ones: each change waits for the step in which the one before it is made good.

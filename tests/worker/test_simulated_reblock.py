@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.engines import Job, Output
 from services.worker.engines.faults import FaultyEngine, Switches
-from services.worker.engines.reblocks import to_recompute
+from services.worker.engines.reblocks import moves
 from services.worker.engines.simulated import SimulatedEngine
 from trimtab.blocks import LADDER, Geometry, When
 from trimtab.errors import EngineDead, ReblockRefused
@@ -181,8 +181,19 @@ def test_a_prefix_that_several_have_in_common_is_computed_once_as_far_as_it_fill
 ) -> None:
     head = list(range(9))
     requests = [("a", [*head, 50], 10), ("a", [*head, 60], 10), ("b", [*head, 50], 10), ("a", [*head, 50, 70], 10)]
-    assert to_recompute(requests, size) == expected
+    assert moves(requests, size, 0) == (0, expected)
+    assert moves(requests, size, 1000) == (expected, 0)
 
 
 def test_nothing_is_shared_behind_the_first_difference() -> None:
-    assert to_recompute([("a", [1, 2, 3, 4], 4), ("a", [9, 2, 3, 4], 4), ("a", [1, 2, 9, 4], 3)], 1) == 4 + 4 + 1
+    requests = [("a", [1, 2, 3, 4], 4), ("a", [9, 2, 3, 4], 4), ("a", [1, 2, 9, 4], 3)]
+    assert moves(requests, 1, 0) == (0, 4 + 4 + 1)
+
+
+def test_who_finds_no_room_is_computed_anew_and_shares_nothing_but_what_is_there() -> None:
+    head = list(range(8))
+    requests = [("a", [*head, 50], 9), ("a", [*range(20, 40)], 20), ("a", [*range(20, 40)], 20), ("a", [*head, 60], 9)]
+    # Blocks of 4: three for the first; five for each of the next two, as long as neither is there; one for the last.
+    assert moves(requests, 4, 4) == (9 + 1, 20 + 0)
+    assert moves(requests, 4, 8) == (9 + 20 + 0, 0 + 1)
+    assert moves(requests, 4, 9) == (9 + 20 + 0 + 1, 0)

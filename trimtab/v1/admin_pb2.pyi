@@ -2398,6 +2398,7 @@ class ReblockNodesRequest(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     block_size: _builtins.int
     when: _control_pb2.ReblockWhen.ValueType
@@ -2408,6 +2409,8 @@ class ReblockNodesRequest(_message.Message):
     reason: _builtins.str
     local: _builtins.bool
     """Only the workers of the replica asked: what replicas ask of each other."""
+    recompute: _builtins.bool
+    """Have everything computed anew, also where an engine can carry KV over."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """These workers; none named means all of `pool`."""
@@ -2424,10 +2427,11 @@ class ReblockNodesRequest(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         local: _builtins.bool = ...,
+        recompute: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "block_size", b"block_size", "dry_run", b"dry_run", "local", b"local", "max_recompute_tokens", b"max_recompute_tokens", "node_ids", b"node_ids", "pool", b"pool", "reason", b"reason", "when", b"when"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "block_size", b"block_size", "dry_run", b"dry_run", "local", b"local", "max_recompute_tokens", b"max_recompute_tokens", "node_ids", b"node_ids", "pool", b"pool", "reason", b"reason", "recompute", b"recompute", "when", b"when"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -807,6 +807,7 @@ class ReblockResult(_message.Message):
     CHANGE_MS_FIELD_NUMBER: _builtins.int
     CARRIED_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    CARRIED_TOKENS_FIELD_NUMBER: _builtins.int
     before_block_size: _builtins.int
     before_total_blocks: _builtins.int
     after_block_size: _builtins.int
@@ -821,6 +822,8 @@ class ReblockResult(_message.Message):
     carried: _builtins.bool
     """The KV itself was carried over: nothing is computed anew."""
     dry_run: _builtins.bool
+    carried_tokens: _builtins.int
+    """Moved into the new blocks, and computed by nobody."""
     def __init__(
         self,
         *,
@@ -834,10 +837,11 @@ class ReblockResult(_message.Message):
         change_ms: _builtins.float = ...,
         carried: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
+        carried_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_block_size", b"after_block_size", "after_total_blocks", b"after_total_blocks", "before_block_size", b"before_block_size", "before_total_blocks", b"before_total_blocks", "cached_tokens", b"cached_tokens", "carried", b"carried", "change_ms", b"change_ms", "dry_run", b"dry_run", "recompute_tokens", b"recompute_tokens", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_block_size", b"after_block_size", "after_total_blocks", b"after_total_blocks", "before_block_size", b"before_block_size", "before_total_blocks", b"before_total_blocks", "cached_tokens", b"cached_tokens", "carried", b"carried", "carried_tokens", b"carried_tokens", "change_ms", b"change_ms", "dry_run", b"dry_run", "recompute_tokens", b"recompute_tokens", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1027,6 +1031,7 @@ class ReblockCommand(_message.Message):
     WHEN_FIELD_NUMBER: _builtins.int
     MAX_RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     when: Global___ReblockWhen.ValueType
     """Unspecified is idle."""
@@ -1034,6 +1039,8 @@ class ReblockCommand(_message.Message):
     """0 is the policy's block_plan.max_recompute_tokens."""
     dry_run: _builtins.bool
     """Say what it would do, and leave everything as it is."""
+    recompute: _builtins.bool
+    """Have everything computed anew, also where the engine can carry KV over."""
     def __init__(
         self,
         *,
@@ -1041,10 +1048,11 @@ class ReblockCommand(_message.Message):
         when: Global___ReblockWhen.ValueType = ...,
         max_recompute_tokens: _builtins.int = ...,
         dry_run: _builtins.bool = ...,
+        recompute: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dry_run", b"dry_run", "max_recompute_tokens", b"max_recompute_tokens", "when", b"when"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dry_run", b"dry_run", "max_recompute_tokens", b"max_recompute_tokens", "recompute", b"recompute", "when", b"when"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -169,7 +169,9 @@ class Verdict:
 
 
 def verdict(visits: Sequence[Visit], work: Work, default: int, *, binds: bool) -> Verdict | None:
-    """Among all sizes measured. Where memory `binds`, slots that a size does not waste are work too. None without speeds."""
+    """Among all sizes measured. Where memory `binds`, slots that a size does not waste are work too. None without speeds of the default."""
+    if default not in sizes(visits):
+        return None
     each: dict[int, Estimate] = {}
     for size in sizes(visits):
         room = 1.0 - (1.0 - work.wasted[default]) / (1.0 - work.wasted[size]) if binds else 0.0

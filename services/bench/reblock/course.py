@@ -29,13 +29,14 @@ from trimtab.kit.cli import ExitCode
 STREAMS, SHORTEST, LONGEST, SERVED_OUTPUT = 8, 40, 1500, 700
 STEP_TOKENS, KV_GIB = 1024, 2
 """Room for all streams with the largest blocks; steps of two or three seconds while KV is computed anew."""
-START_S, QUIET_S, CHANGE_S, ROW_S, RESTART_S, SERVED_S = 30.0, 40.0, 22.0, 0.5, 30.0, 120.0
-"""Expected, for the forecast only: of a start, of all streams undisturbed, of a change under them and of one in a row."""
+START_S, QUIET_S, CHANGE_S, CARRIED_S, ROW_S, RESTART_S = 30.0, 40.0, 22.0, 1.0, 0.5, 30.0
+"""Expected, for the forecast only: of a start, of all streams undisturbed, of a change under them, of one that carries KV over, and of one
+in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`bouts` of `changes` each. `prompts` are the streams' lengths in tokens, `output` is of each.
+    """`bouts` of `changes` each, and as many in which KV is carried over. `prompts` are the streams' lengths in tokens, `output` is of each.
 
     `served_output` is that of one more bout with one change, under the default policy: there who is back early goes far ahead. 0: none.
     """
@@ -55,7 +56,9 @@ class Plan:
     def parts(self) -> Iterator[tuple[str, int]]:
         """(kind, number) in their order; the control comes late, so that it speaks of an engine that was changed many times."""
         yield ("reference", 0)
-        yield from (("bout", i) for i in range(self.bouts))
+        for i in range(self.bouts):
+            yield ("bout", i)
+            yield ("carried", i)
         yield from (("refusals", 0), ("soak", 0), ("reference", 1), ("restart", 0))
         if self.served_output:
             yield ("served", 0)
@@ -63,6 +66,7 @@ class Plan:
     def part_s(self, kind: str) -> float:
         each = {
             "bout": self.quiet_s + self.changes * self.change_s,
+            "carried": self.quiet_s + self.changes * CARRIED_S,
             "soak": self.in_a_row * ROW_S,
             "restart": RESTART_S,
         }
@@ -164,6 +168,7 @@ async def _measure(run: Run, shape: Shape, parts: Parts) -> None:
 SAYS = {
     "reference": "all streams undisturbed, {} of 2",
     "bout": "{plan.changes} changes under all streams, bout {} of {plan.bouts}",
+    "carried": "{plan.changes} changes that carry KV over, bout {} of {plan.bouts}",
     "refusals": "sizes that are refused, under all streams",
     "soak": "{plan.in_a_row} changes in a row, half of them idle",
     "restart": "a restart of the engine, for comparison",
@@ -194,10 +199,14 @@ async def _part(run: Run, engine: Hosted, kind: str, number: int, sizes: Sequenc
             used = [c["after"] for c in Found.of(run.checkpoint.parts).changes]
             steps = figures.order(sizes, plan.changes, here, f"{seed}/bout/{number}", used)
             return await engine.ask("bout", name=f"bout/{number}", sizes=steps, **streams)
+        case "carried":
+            used = [c["after"] for c in Found.of(run.checkpoint.parts).carried_changes]
+            steps = figures.order(sizes, plan.changes, here, f"{seed}/carried/{number}", used)
+            return await engine.ask("bout", name=f"carried/{number}", sizes=steps, carry=True, **streams)
         case "served":
             longer = {**streams, "output": plan.served_output}
             steps = figures.order(sizes, 1, here, f"{seed}/served")
-            return await engine.ask("bout", name="served", sizes=steps, as_served=True, **longer)
+            return await engine.ask("bout", name="served", sizes=steps, as_served=True, carry=True, **longer)
         case "refusals":
             return await engine.ask("refusals", sizes=figures.refused_sizes(sizes), **streams)
         case "soak":

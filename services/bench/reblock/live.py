@@ -38,7 +38,8 @@ def _jobs(engine: Engine, args: Mapping[str, Any], name: str) -> list[Job]:
 async def bout(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
     """All streams from their beginning to their end, with a change to each of `sizes` in turn; no size makes it a reference.
 
-    By FCFS, which computes everybody's KV anew before anybody goes far ahead; `as_served` leaves the engine its default policy.
+    By FCFS, which computes everybody's KV anew before anybody goes far ahead; `as_served` leaves the engine its default policy. `carry`: KV
+    is carried over where the engine can.
     """
     await steer(engine, {} if args.get("as_served") else FCFS)
     rng, short = random.Random(f"{args['seed']}/{args['name']}"), ""
@@ -50,7 +51,7 @@ async def bout(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
                 if not streams.running:
                     short = f"a stream came to its last token before change {len(changes) + 1}"
                     break
-                changes.append(await _change(engine, streams, size))
+                changes.append(await _change(engine, streams, size, carry=args.get("carry", False)))
         except (Broken, ReblockRefused) as e:
             short = str(e)
         await streams.ended()
@@ -66,12 +67,12 @@ async def bout(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _change(engine: Engine, streams: Streams, size: int) -> dict[str, Any]:
+async def _change(engine: Engine, streams: Streams, size: int, *, carry: bool) -> dict[str, Any]:
     """One change under all streams, watched until each of them has gone on."""
     counted = engine.stats()[RECOMPUTED]
-    would = await engine.reblock(size, when=When.NOW, dry_run=True)
+    would = await engine.reblock(size, when=When.NOW, carry=carry, dry_run=True)
     put = time.monotonic()
-    did = await engine.reblock(size, when=When.NOW)
+    did = await engine.reblock(size, when=When.NOW, carry=carry)
     call_ms = (time.monotonic() - put) * 1000.0
     await streams.more(SETTLED_TOKENS)
     until = time.monotonic()
@@ -81,7 +82,7 @@ async def _change(engine: Engine, streams: Streams, size: int) -> dict[str, Any]
         "change_ms": did.change_ms,
         "call_ms": call_ms,
         "requests": did.requests,
-        "carried": did.carried,
+        "carried_tokens": did.carried_tokens,
         "predicted_tokens": would.recompute_tokens,
         "measured_tokens": round(engine.stats()[RECOMPUTED] - counted),
         "pauses_ms": [figures.pause_ms(s.times, put, until) for s in streams.all],
@@ -89,10 +90,11 @@ async def _change(engine: Engine, streams: Streams, size: int) -> dict[str, Any]
 
 
 async def soak(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
-    """So many changes in a row, by turns idle and beside short streams that are dropped afterwards; blocks and memory after each stretch."""
+    """So many changes in a row, by turns idle and beside short streams that are dropped afterwards, where every second carries KV over. Blocks
+    and memory after each stretch."""
     sizes: Sequence[int] = args["sizes"]
     await steer(engine, FCFS)
-    change_ms: dict[str, list[float]] = {"idle": [], "busy": []}
+    change_ms: dict[str, list[float]] = {"idle": [], "busy": [], "carried": []}
     leaked, resident_kb, errors = [], [], []
     for first in range(0, len(sizes), STRETCH):
         stretch = sizes[first : first + STRETCH]
@@ -101,9 +103,10 @@ async def soak(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
             change_ms["idle"].append((await engine.reblock(size, when=When.IDLE)).change_ms)
         names = [f"soak/{args['seed']}/{first}/{i}" for i in range(SHORT_STREAMS)]
         async with Streams(engine, [a_job(engine, n, SHORT_PROMPT, SHORT_OUTPUT) for n in names]) as streams:
-            for size in busy:
+            for i, size in enumerate(busy):
                 await streams.more(1)
-                change_ms["busy"].append((await engine.reblock(size, when=When.NOW)).change_ms)
+                done = await engine.reblock(size, when=When.NOW, carry=i % 2 == 1)
+                change_ms["carried" if done.carried_tokens else "busy"].append(done.change_ms)
             await streams.more(1)
             errors += [s.error for s in streams.all if s.error]
         leaked.append(await leaked_blocks(engine))

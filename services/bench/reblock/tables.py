@@ -16,6 +16,9 @@ def sections(arms: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if load := by_name.get("under load"):
         found.append(("Changes under eight streams, by FCFS", _changes(load["changes"])))
         found.append(("Over all of them", _summary(load)))
+    if carried := by_name.get("carried over"):
+        found.append(("Changes under eight streams that carry KV over", _changes(carried["changes"])))
+        found.append(("Over all of those", _summary(carried)))
     if served := by_name.get("as served"):
         found.append(("Under the engine's default policy", _changes(served["changes"])))
     if row := by_name.get("in a row"):
@@ -40,11 +43,12 @@ def _changes(changes: Sequence[Mapping[str, Any]]) -> str:
                 f"{max(paused):.0f}" if paused else "",
                 f"{c['predicted_tokens']}",
                 f"{c['measured_tokens']}",
+                f"{c['carried_tokens']}",
                 "",
             )
         )
-    head = ("BLOCKS", "ENGINE MS", "CALL MS", "PAUSE P50 MS", "PAUSE MAX MS", "PREDICTED", "RECOMPUTED", "")
-    return table(head, rows, right=(1, 2, 3, 4, 5, 6))
+    head = ("BLOCKS", "ENGINE MS", "CALL MS", "PAUSE P50 MS", "PAUSE MAX MS", "PREDICTED", "RECOMPUTED", "CARRIED", "")
+    return table(head, rows, right=(1, 2, 3, 4, 5, 6, 7))
 
 
 def _summary(arm: Mapping[str, Any]) -> str:
@@ -56,7 +60,9 @@ def _summary(arm: Mapping[str, Any]) -> str:
         if key in arm
     ]
     text = table(("WHAT", "MIN", "P50", "P95", "MAX", "N", ""), rows, right=(1, 2, 3, 4, 5))
-    gap = arm["undisturbed_gap_ms"]
+    gap, shorter = arm["undisturbed_gap_ms"], arm.get("pause_anew_over_carried")
+    if shorter is not None:
+        text += f"\nthe median pause where KV is computed anew ÷ the one where it is carried over: {shorter:.0f}"
     return text if gap is None else f"{text}\nwithout a change tokens are {gap:.1f} ms apart (median)"
 
 

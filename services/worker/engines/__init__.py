@@ -129,11 +129,18 @@ class Engine(Protocol):
         """Change requests that the engine has, from its next step on; unknown ids are passed over."""
 
     async def reblock(
-        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+        self,
+        block_size: int,
+        *,
+        when: When = When.IDLE,
+        max_recompute_tokens: int = 2000,
+        carry: bool = True,
+        dry_run: bool = False,
     ) -> Reblock:
         """Change the KV block size between two steps; streams go on, and `limits` is another from then on.
 
-        ReblockRefused leaves the engine as it was. `max_recompute_tokens` bounds When.IDLE alone.
+        ReblockRefused leaves the engine as it was. `max_recompute_tokens` bounds When.IDLE alone. `carry`: KV is moved into the new blocks
+        where the engine knows how; else it is computed anew.
         """
 
     async def ping(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,33 +47,65 @@ def refuse_long(longest: int, after: Geometry, accepted: tuple[int, ...], *, usa
         )
 
 
-def to_recompute(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int) -> int:
-    """Tokens to compute where a prefix that several have in common is computed once, as far as it fills blocks of that size.
+def moves(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int, usable: int) -> tuple[int, int]:
+    """(carried, computed anew): what becomes of requests' tokens where their KV is carried into so many `usable` blocks of that size, one
+    request after another, each whole or not at all.
 
-    Each request is its kind, its tokens, and how many of them count; prefixes of different kinds have nothing in common.
+    A prefix that several have in common, as far as it fills blocks of that size, counts once. Each request is its kind, its tokens, and how
+    many of them count; prefixes of different kinds have nothing in common.
     """
     seen: set[int] = set()
-    total = 0
+    left: list[tuple[list[int], int]] = []
+    carried = anew = 0
     for kind, tokens, count in requests:
-        chain, shared = hash(kind), 0
-        for start in range(0, count - block_size + 1, block_size):
-            chain = hash((chain, tuple(tokens[start : start + block_size])))
-            if shared == start and chain in seen:
-                shared += block_size
-            seen.add(chain)
-        total += count - shared
-    return total
+        chains = _chains(kind, tokens[:count], block_size)
+        own = count - _shared(chains, seen) * block_size
+        if -(-own // block_size) <= usable:
+            usable -= -(-own // block_size)
+            carried += own
+            seen.update(chains)
+        else:
+            left.append((chains, count))
+    for chains, count in left:
+        anew += count - _shared(chains, seen) * block_size
+        seen.update(chains)
+    return carried, anew
+
+
+def _chains(kind: object, tokens: Sequence[int], block_size: int) -> list[int]:
+    """For each whole block what tells it and all that is before it from any other."""
+    found, chain = [], hash(kind)
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        chain = hash((chain, tuple(tokens[start : start + block_size])))
+        found.append(chain)
+    return found
+
+
+def _shared(chains: Sequence[int], seen: Collection[int]) -> int:
+    return next((i for i, chain in enumerate(chains) if chain not in seen), len(chains))
 
 
 # The way to the engine's process and back: plain values, as vLLM carries no others.
 
 
 def asked(
-    accepted: tuple[int, ...], block_size: object, when: When, max_recompute_tokens: int, *, dry_run: bool
+    accepted: tuple[int, ...],
+    block_size: object,
+    when: When,
+    max_recompute_tokens: int,
+    *,
+    carry: bool,
+    dry_run: bool,
 ) -> dict[str, Any]:
     """ReblockRefused for what is no size, as it might be too long a number to be told."""
     size = sized(block_size, accepted)
-    return {"block_size": size, "when": when.value, "max_recompute_tokens": max_recompute_tokens, "dry_run": dry_run}
+    return {
+        "block_size": size,
+        "when": when.value,
+        "max_recompute_tokens": max_recompute_tokens,
+        "carry": carry,
+        "dry_run": dry_run,
+    }
 
 
 def answer(done: Reblock) -> dict[str, Any]:

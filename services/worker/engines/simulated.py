@@ -133,8 +133,15 @@ class SimulatedEngine:
         self._value.planner.steer(request_ids, delta=delta, isolated=isolated)
 
     async def reblock(
-        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+        self,
+        block_size: int,
+        *,
+        when: When = When.IDLE,
+        max_recompute_tokens: int = 2000,
+        carry: bool = True,
+        dry_run: bool = False,
     ) -> Reblock:
+        """Whatever `carry` says: it has no KV to carry, and is as an engine whose layout is not known."""
         await self.ping()
         if self._task is None or self._task.done():
             raise EngineDead("the simulated engine is not running")

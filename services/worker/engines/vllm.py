@@ -290,9 +290,17 @@ class VllmEngine:
             )
 
     async def reblock(
-        self, block_size: int, *, when: When = When.IDLE, max_recompute_tokens: int = 2000, dry_run: bool = False
+        self,
+        block_size: int,
+        *,
+        when: When = When.IDLE,
+        max_recompute_tokens: int = 2000,
+        carry: bool = True,
+        dry_run: bool = False,
     ) -> Reblock:
-        asked = reblocks.asked(self.limits.block_sizes, block_size, when, max_recompute_tokens, dry_run=dry_run)
+        asked = reblocks.asked(
+            self.limits.block_sizes, block_size, when, max_recompute_tokens, carry=carry, dry_run=dry_run
+        )
         if self._change is not None and not self._change.done():
             raise ReblockRefused("another change is under way", cause="BUSY", accepted=self.limits.block_sizes)
         # Seen through to its end, though nobody may wait for it any more: `limits` are what the engine has.

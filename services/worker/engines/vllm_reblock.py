@@ -1,9 +1,10 @@
 """A change of the KV block size in vLLM's engine process, between two steps, while requests are under way.
 
-Everything that may forbid it is asked before anything is touched. Then whoever runs is put back to the waiting, as vLLM's own preemption
-does it; the model's side sees the same memory as blocks of the new size (`vllm_reblock_worker`); the scheduler gets a new manager of
-blocks, and every request new hashes. The KV that was there is lost and computed anew. What fails after the first of these is rolled
-back; an engine whose way back fails as well computes no token more, as it might be a wrong one.
+Everything that may forbid it is asked before anything is touched. The model's side then sees the same memory as blocks of the new size
+(`vllm_reblock_worker`); the scheduler gets a new manager of blocks, and every request new hashes. Where the layout of the KV is known it is
+carried over, and whoever runs runs on (`vllm_carry`). Else they are put back to the waiting first, as vLLM's own preemption does it, and
+their KV is computed anew. What fails after the first of these is rolled back, and everybody's KV is computed anew; an engine whose way back
+fails as well computes no token more, as it might be a wrong one.
 
 Every internal of vLLM that is touched stands in `tests/vllm/test_internals_reblock.py`.
 """
@@ -26,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVQuantMode
 from vllm.v1.request import RequestStatus
 
-from services.worker.engines import reblocks
+from services.worker.engines import reblocks, vllm_carry
 from trimtab.blocks import LADDER, Geometry, Reblock, When
 from trimtab.errors import ReblockRefused
 
@@ -40,7 +41,10 @@ class Torn(Exception):
 def facts(core: Any) -> dict[str, Any]:
     """The sizes of the ladder that this engine would take at start, and whether it takes them while it runs. Asked before it serves."""
     core.model_executor.collective_rpc("trimtab_ready")
-    return {"block_sizes": list(_accepted(core)), "live_blocks": not not_live(core)}
+    sizes, live = _accepted(core), not not_live(core)
+    if live:
+        vllm_carry.find_out(core, sizes)
+    return {"block_sizes": list(sizes), "live_blocks": live}
 
 
 def reblock(core: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -73,15 +77,17 @@ def _reblock(core: Any, asked: dict[str, Any]) -> Reblock:
     reblocks.refuse_long(scheduler.max_model_len, becomes, accepted, usable=after.num_blocks - 1)
     if why := _unrecomputable(scheduler):
         raise ReblockRefused(why, cause="NOT_RECOMPUTABLE", accepted=accepted)
+    carries = asked["carry"] and bool(scheduler.running) and vllm_carry.can(core, size)
+    carried, recompute = _moves(scheduler, size, after.num_blocks - 1 if carries else 0)
     found = Reblock(
-        was, becomes, _to_recompute(scheduler, size), len(scheduler.running), _cached_tokens(scheduler),
+        was, becomes, recompute, len(scheduler.running), _cached_tokens(scheduler), carried_tokens=carried,
         dry_run=asked["dry_run"],
     )  # fmt: skip
     reblocks.refuse_busy(found, When(asked["when"]), asked["max_recompute_tokens"], accepted)
     if asked["dry_run"]:
         return found
     begun = time.monotonic()
-    _change(core, before, after, accepted)
+    _change(core, before, after, accepted, carries=carries)
     return replace(found, change_ms=(time.monotonic() - begun) * 1000.0)
 
 
@@ -172,8 +178,9 @@ def _unrecomputable(scheduler: Any) -> str:
 # What it costs.
 
 
-def _to_recompute(scheduler: Any, size: int) -> int:
-    """Tokens of the running that have to be computed anew, as the prefix cache of the new size saves them."""
+def _moves(scheduler: Any, size: int, usable: int) -> tuple[int, int]:
+    """Tokens of the running that are carried into so many blocks, and those that have to be computed anew, as the prefix cache of the new
+    size saves them."""
     shares = scheduler.cache_config.enable_prefix_caching
 
     def kind(request: Any) -> object:
@@ -181,7 +188,8 @@ def _to_recompute(scheduler: Any, size: int) -> int:
         lora = request.lora_request.lora_name if request.lora_request else None
         return request.request_id if alone else (lora, request.cache_salt)
 
-    return reblocks.to_recompute(((kind(r), r.all_token_ids, r.num_computed_tokens) for r in scheduler.running), size)
+    requests = ((kind(r), r.all_token_ids, r.num_computed_tokens) for r in scheduler.running)
+    return reblocks.moves(requests, size, usable)
 
 
 def _cached_tokens(scheduler: Any) -> int:
@@ -208,27 +216,48 @@ def _cut(core: Any, size: int, memory: int) -> KVCacheConfig:
     return config
 
 
-def _change(core: Any, before: KVCacheConfig, after: KVCacheConfig, accepted: tuple[int, ...]) -> None:
+def _change(
+    core: Any, before: KVCacheConfig, after: KVCacheConfig, accepted: tuple[int, ...], *, carries: bool
+) -> None:
+    held = vllm_carry.held(core.scheduler) if carries else {}
+    if not held:
+        _put_back(core)
     try:
-        core.scheduler.trimtab_put_back()
-    except Exception as e:
-        _tear(core, f"requests could not be put back for another block size: {e!r}")
-    try:
-        _lay(core, after)
+        _lay(core, after, carries=bool(held))
+        if held:
+            _carry(core, held)
     except Exception as e:
         log.exception("A change of the KV block size failed, and is rolled back")
+        # Whatever was moved lies where nobody looks for it: who runs still has all of it computed anew.
+        _put_back(core)
         try:
             _lay(core, before)
         except Exception as worse:
             _tear(core, f"a change of the block size failed ({e!r}), and so did its way back ({worse!r})")
-        raise ReblockRefused(f"it was tried, and rolled back: {e!r}", cause="FAILED", accepted=accepted) from e
+        words = f"it was tried, and rolled back: {e!r}"
+        if held:
+            words += "; it may work where KV is computed anew instead of carried over"
+        raise ReblockRefused(words, cause="FAILED", accepted=accepted) from e
 
 
-def _lay(core: Any, config: KVCacheConfig) -> None:
-    core.model_executor.collective_rpc("trimtab_lay", args=(config,))
+def _put_back(core: Any) -> None:
+    try:
+        core.scheduler.trimtab_put_back()
+    except Exception as e:
+        _tear(core, f"requests could not be put back for another block size: {e!r}")
+
+
+def _lay(core: Any, config: KVCacheConfig, *, carries: bool = False) -> None:
+    core.model_executor.collective_rpc("trimtab_lay", args=(config, carries))
     _agree(core, config)
     core.scheduler.trimtab_lay(config, _manager(core.scheduler, config), core.request_block_hasher)
     core._initialize_effective_attention_block_size()
+
+
+def _carry(core: Any, held: dict[str, list[int]]) -> None:
+    placed = vllm_carry.place(core.scheduler, held)
+    core.model_executor.collective_rpc("trimtab_carry", args=(placed.moves,))
+    core.scheduler.trimtab_placed(placed.left)
 
 
 def _agree(core: Any, config: KVCacheConfig) -> None:

@@ -1,22 +1,27 @@
 """A change of the KV block size where the model runs: the same memory, seen as blocks of another size.
 
 vLLM mixes this class into its worker (`worker_extension_cls`), so each method is a `collective_rpc`. Nothing is allocated and nothing is
-cleared: every layer's cache is a view of one buffer, and whoever reads a block has written it before. That holds for plain full
-attention of one number format alone; who calls has made sure of it (`vllm_reblock.not_live`).
+cleared: every layer's cache is a view of one buffer, and whoever reads a block has written it before, or had it carried there. That holds
+for plain full attention of one number format alone; who calls has made sure of it (`vllm_reblock.not_live`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, create_kv_cache_views
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheTensor, create_kv_cache_views
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.utils import select_common_block_size
 
+from services.worker.engines.vllm_kv_layout import LAYOUTS, Cut, Span, layout_of, move
 from services.worker.engines.vllm_seeds import keep_generators
+
+log = init_logger(__name__)
 
 
 class ReblockWorker:
@@ -27,10 +32,59 @@ class ReblockWorker:
 
     _trimtab_memory: torch.Tensor | None = None
     """Kept while a change is under way: one that fails half-way must find its memory again."""
+    _trimtab_before: Cut | None = None
+    """The cache as it was cut before a change that carries it over, until it is."""
+    _trimtab_layouts: dict[tuple[Any, ...], str]
+    """What was found by trial: by sizes before and after and the kinds of layers, a name of LAYOUTS."""
 
     def trimtab_ready(self) -> None:
         """Called once, before the first request."""
         keep_generators(self.model_runner)
+        self._trimtab_layouts = {}
+
+    def trimtab_carries(self, sizes: list[int]) -> list[int]:
+        """Of the sizes those between which KV can be carried, by what was found with the present one. Touches no block."""
+        now = int(self.cache_config.block_size)
+        # Blocks of one size would be moved whole, whatever is in them.
+        others = [size for size in sizes if size != now]
+        found = [s for s in others if self._trimtab_layout(now, s) == self._trimtab_layout(s, now) != ""]
+        return [*found, now] if found else []
+
+    def _trimtab_layout(self, before: int, after: int) -> str:
+        """Of LAYOUTS the one by which KV is carried from blocks of the one size to blocks of the other, in every layer; "" for none."""
+        layers = {_kind(layer): layer for layer in _layers(self.model_runner).values()}
+        key = (before, after, *sorted(map(repr, layers)))
+        if key not in self._trimtab_layouts:
+            found = {self._trimtab_try(layer, before, after) for layer in layers.values()}
+            self._trimtab_layouts[key] = found.pop() if len(found) == 1 else ""
+        return self._trimtab_layouts[key]
+
+    def _trimtab_try(self, layer: Any, before: int, after: int) -> str:
+        layout = self.cache_config.get_resolved_kv_cache_layout()
+        (group,) = self.model_runner.kv_cache_config.kv_cache_groups
+        backends = [each.backend for groups in self.model_runner.attn_groups for each in groups]
+        if not layout.is_layer_compact:
+            # A layer is read whole before it is written, which helps only where no other layer lies between.
+            return ""
+
+        def scratch(size: int, blocks: int) -> torch.Tensor:
+            spec = replace(group.kv_cache_spec, block_size=size)
+            page, kernel = spec.page_size_bytes, select_common_block_size(size, backends, [spec] * len(backends))
+            whole = KVCacheTensor(size=page * blocks, layers=["-"], layer_stride=page * blocks, block_stride=page)
+            raw = torch.zeros(page * blocks, dtype=torch.int8, device=self.model_runner.device)
+            (view,) = create_kv_cache_views(raw, spec, blocks, layout, whole, kernel_block_size=kernel)
+            return view
+
+        def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+        try:
+            with torch.inference_mode():
+                return layout_of(write, scratch, before, after)
+        except Exception as e:
+            # A back end that can't be tried is one that is not known; changes have everything computed anew there.
+            log.info("KV can't be carried from blocks of %d to blocks of %d: %r", before, after, e)
+            return ""
 
     def trimtab_takes(self, sizes: list[int]) -> dict[int, str]:
         """For each size nothing, or in vLLM's own words what does not take it. Touches nothing."""
@@ -51,9 +105,11 @@ class ReblockWorker:
         """Of the memory that there is to cut."""
         return int(self._trimtab_raw().numel())
 
-    def trimtab_lay(self, config: KVCacheConfig) -> None:
-        """Cut the memory as the configuration says. Safe to repeat after it failed, with this one or another one."""
+    def trimtab_lay(self, config: KVCacheConfig, carries: bool) -> None:
+        """Cut the memory as the configuration says. Safe to repeat after it failed, with this one or another one. `carries`: what lies there
+        is to be moved by `trimtab_carry`."""
         runner, cache = self.model_runner, self.cache_config
+        self._trimtab_before = self._trimtab_cut() if carries else None
         memory = self._trimtab_memory = self._trimtab_raw()
         _forget_requests(runner)
         runner._cleanup_profiling_kv_cache()
@@ -68,11 +124,39 @@ class ReblockWorker:
             runner._postprocess_tensors()
         self._trimtab_memory = None
 
+    def trimtab_carry(self, moves: Mapping[str, tuple[int, int, list[int], list[int]]]) -> None:
+        """Move tokens into the blocks of now, and have each request's blocks known here: (first token, end, blocks of before, blocks of now)
+        by request."""
+        before, self._trimtab_before = self._trimtab_before, None
+        assert before is not None
+        after = self._trimtab_cut()
+        name = self._trimtab_layout(before.block_size, after.block_size)
+        if not name:
+            raise RuntimeError("the attention back end does not lay KV out as it did when it was tried")
+        with torch.inference_mode():
+            move(before, after, (Span(*each) for each in moves.values()), LAYOUTS[name])
+        for request_id, (_, _, _, blocks) in moves.items():
+            self.model_runner.requests[request_id].block_ids = (list(blocks),)
+
+    def _trimtab_cut(self) -> Cut:
+        return Cut(int(self.cache_config.block_size), [layer.kv_cache for layer in _layers(self.model_runner).values()])
+
     def _trimtab_raw(self) -> torch.Tensor:
         if self._trimtab_memory is not None:
             return self._trimtab_memory
         first = self.model_runner.kv_caches[0]
         return torch.empty(0, dtype=torch.int8, device=first.device).set_(first.untyped_storage())
+
+
+def _layers(runner: Any) -> dict[str, Any]:
+    """Those that have a part of the cache of their own, as they lie in it."""
+    (tensor,) = runner.kv_cache_config.kv_cache_tensors
+    return {name: runner.compilation_config.static_forward_context[name] for name in tensor.layers}
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """What decides how a layer writes its cache, sizes apart: those are the same in all of one group."""
+    return type(layer), type(layer.impl), getattr(layer, "isa", "")
 
 
 def _forget_requests(runner: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -108,20 +108,27 @@ class TrimtabScheduler:
             "step_tokens": self.max_num_scheduled_tokens,
         }
 
-    def trimtab_put_back(self) -> None:
-        """Whoever runs waits again and holds no block, as the cache is about to be cut anew. It is nobody's choice, and counts for nobody."""
+    def trimtab_put_back(self, request_ids: Collection[str] | None = None) -> None:
+        """Whoever runs, or those of them that are named, waits again and holds no block, as the cache is cut anew. It is nobody's choice, and
+        counts for nobody."""
         self._evicting = True
-        while self.running:
-            request = self.running.pop()
+        meant = [r for r in self.running if request_ids is None or r.request_id in request_ids]
+        for request in reversed(meant):
+            self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)
             # Between two steps, so that the next one may resume it.
             self._planner.barred.discard(request.request_id)
         self._evicting = False
-        # What the model runner has of them is forgotten too.
+        # What the model runner has in its batch is forgotten too, whoever it is of.
         self.prev_step_scheduled_req_ids.clear()
 
+    def trimtab_placed(self, left: Collection[str]) -> None:
+        """Whoever runs has its KV in blocks of the new size, save those that are named."""
+        self.trimtab_put_back(left)
+        self._announce()
+
     def trimtab_lay(self, config: Any, manager: Any, hasher: Callable[[Any], list[Any]] | None) -> None:
-        """From now on blocks are as `config` cuts them and `manager` gives them out. Nobody may run."""
+        """From now on blocks are as `config` cuts them and `manager` gives them out. Who runs has none of them yet."""
         self.kv_cache_config, self.kv_cache_manager, self._hasher = config, manager, hasher
         self.block_size = self.hash_block_size = config.hash_block_size
         self._kv = shape(manager, self.vllm_config)
