@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Where tests look for promtool, beside PATH: this user's cache directory, as the converted model's is.
 PROMTOOL_DIR = $${TRIMTAB_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/trimtab}/prometheus
 
-.PHONY: help setup lock proto boards promtool baseline check test test-fast test-v4 up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-loops bench-policy-latency bench-blocks bench-reblock bench-sizing drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-exhaustion drill-giants drill-giants-v4 drill-inversion drill-silence drill-restart drill-hosts clean clean-cache
+.PHONY: help setup lock proto boards promtool baseline check test test-fast test-v4 up bench-overhead bench-mixed bench-scheduler bench-reports bench-long-prompt bench-push bench-soak bench-gateway bench-peers bench-loops bench-policy-latency bench-blocks bench-reblock bench-sizing drill-streams drill-leavers drill-burst drill-leak drill-hang drill-oom drill-exhaustion drill-giants drill-giants-v4 drill-inversion drill-silence drill-restart drill-hosts clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-21s %s\n", $$1, $$2 }'
@@ -93,6 +93,9 @@ bench-soak: setup ## ten minutes of ten puts a second to 200 nodes: what every p
 
 bench-gateway: setup ## what a token costs a gateway, by one stream per worker and by one per request
 	@$(BIN)/trimtab bench gateway $(ARGS)
+
+bench-peers: setup ## our HTTP door and SMG before the same worker with vLLM: ARGS='--smg PATH'
+	@$(BIN)/trimtab bench peers $(ARGS)
 
 bench-policy-latency: setup ## how long an engine takes to acknowledge a policy
 	@$(BIN)/trimtab bench policy-latency $(ARGS)

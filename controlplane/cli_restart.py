@@ -13,7 +13,7 @@ import click
 
 from controlplane.cli import ask, user
 from controlplane.cli_workers import duration
-from trimtab.kit.cli import ExitCode, control_option, echo_json, json_option
+from trimtab.kit.cli import ExitCode, control_option, echo_json, goes_on, json_option
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
@@ -143,10 +143,11 @@ def restart(control: str | None, as_json: bool, wait: bool, yes: bool, **given: 
                 **{**given, "author": given["author"] or user(), "drain_ms": max(1, given["drain_ms"])}
             )
         ).rollout
-        while wait and rollout.live and not given["dry_run"]:
-            show(rollout)
-            await asyncio.sleep(LOOK_S)
-            rollout = next(iter((await client.rollouts(rollout_id=rollout.rollout_id)).rollouts), rollout)
+        with goes_on(lambda: render.follow_text(rollout)):
+            while wait and rollout.live and not given["dry_run"]:
+                show(rollout)
+                await asyncio.sleep(LOOK_S)
+                rollout = next(iter((await client.rollouts(rollout_id=rollout.rollout_id)).rollouts), rollout)
         return rollout
 
     rollout = ask(control, as_json, restarting)

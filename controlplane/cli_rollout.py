@@ -12,7 +12,7 @@ from controlplane import cli_restart
 from controlplane.cli import ask, assigned, scope_of, user
 from controlplane.cli_workers import duration
 from trimtab.errors import TrimtabError
-from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, json_option
+from trimtab.kit.cli import ExitCode, control_option, echo_json, fail, goes_on, json_option
 
 if TYPE_CHECKING:
     from controlplane.admin.client import AdminClient
@@ -104,6 +104,7 @@ def start(
     to compare with), 5 with --wait: it was rolled back or aborted.
     """
     from controlplane import render_rollout as render
+    from controlplane.render_restart import follow_text
 
     fields = _fields(file, assignments, as_json)
     scope = scope_of(given["whom"])
@@ -123,10 +124,11 @@ def start(
             expect_version=given["expect_version"], dry_run=dry_run, **given["canary"],
         )  # fmt: skip
         r = begun.rollout
-        while wait and r.live and not dry_run:
-            show(r)
-            await asyncio.sleep(LOOK_S)
-            r = next(iter((await client.rollouts(rollout_id=r.rollout_id)).rollouts), r)
+        with goes_on(lambda: follow_text(r)):
+            while wait and r.live and not dry_run:
+                show(r)
+                await asyncio.sleep(LOOK_S)
+                r = next(iter((await client.rollouts(rollout_id=r.rollout_id)).rollouts), r)
         return r
 
     found = ask(control, as_json, starting)
@@ -183,7 +185,7 @@ def show(rollout_id: str | None, control: str | None, as_json: bool) -> None:
         if as_json:
             echo_json(render_restart.restart_json(found))
         else:
-            click.echo(render_restart.restart_text(found))
+            click.echo(render_restart.shown_text(found))
     elif as_json:
         echo_json(render.rollout_json(found))
     else:

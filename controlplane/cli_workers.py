@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from controlplane.cli import ask, user
-from trimtab.kit.cli import control_option, echo_json, json_option
+from trimtab.kit.cli import control_option, echo_json, goes_on, json_option
 from trimtab.kit.duration import brief, parse_ms
 
 if TYPE_CHECKING:
@@ -167,7 +167,8 @@ def drain(worker: str, deadline_ms: int, wait: bool, restart: bool, **given: Any
         )
         if not answer.done or not wait:
             return answer, None
-        return answer, await _gone(client, worker, answer.incarnation, within_s)
+        with goes_on(lambda: "see it: trimtab fleet"):
+            return answer, await _gone(client, worker, answer.incarnation, within_s)
 
     answer, gone = ask(given["control"], as_json, draining)
     if as_json:

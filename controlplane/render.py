@@ -224,7 +224,8 @@ def set_text(answer: Any, *, dry_run: bool, waited: bool) -> str:
     if not answer.changes:
         return f"nothing to change: policy {place(answer.identity)} says so already"
     if dry_run:
-        return "\n".join(["would change (nothing was written):", *(f"  {c}" for c in changes_text(answer.changes))])
+        lines = ["would change (nothing was written):", *(f"  {c}" for c in changes_text(answer.changes))]
+        return "\n".join([*lines, *_unmatched(answer)])
     lines = [f"policy {place(answer.identity)}, version {answer.spec_version}"]
     lines += [f"  {c}" for c in changes_text(answer.changes)]
     for node in answer.nodes:
@@ -235,6 +236,7 @@ def set_text(answer: Any, *, dry_run: bool, waited: bool) -> str:
                 lines.append(f"  {node.node_id}: REFUSED ({node.refusal.reason}): {node.refusal.message}")
             case _:
                 lines.append(f"  {node.node_id}: no answer yet; see `trimtab fleet`")
+    lines += _unmatched(answer)
     if waited and not answer.nodes:
         lines.append("  no worker is connected; each takes it when it joins")
     durable = durability_text(answer)
@@ -242,6 +244,13 @@ def set_text(answer: Any, *, dry_run: bool, waited: bool) -> str:
         lines.append(f"  {durable}")
     lines.append(f"  trace: trimtab trace {answer.trace_id}")
     return "\n".join(lines)
+
+
+def _unmatched(answer: Any) -> list[str]:
+    """Whom nobody is. A gateway of several processes has a name for each of them."""
+    return [
+        f"  nobody is {scope} now (see `trimtab fleet`): it holds for who comes" for scope in answer.unmatched_scopes
+    ]
 
 
 def set_json(answer: Any, *, dry_run: bool) -> dict[str, Any]:
@@ -254,6 +263,7 @@ def set_json(answer: Any, *, dry_run: bool) -> dict[str, Any]:
         "changes": changes_json(answer.changes),
         "nodes": [{**node_policy_json(n), "answer": answer_of(n, answer.identity)} for n in answer.nodes],
         "trace_id": answer.trace_id,
+        "unmatched_scopes": list(answer.unmatched_scopes),
     }
 
 

@@ -89,6 +89,7 @@ def blocks_json(answer: Any) -> dict[str, Any]:
                 "resident_tokens": n.resident_tokens,
                 "accepted_block_sizes": list(n.limits.block_sizes),
                 "live": n.limits.live_blocks,
+                "carries": n.limits.carries_blocks,
                 "fragmentation": n.fragmentation if n.HasField("fragmentation") else None,
                 "waste": _json_by_size(n.waste),
                 "prefix_kept": _json_by_size(n.prefix_kept),

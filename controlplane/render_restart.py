@@ -42,10 +42,26 @@ def plan_text(rollout: Rollout) -> str:
 def restart_text(rollout: Rollout) -> str:
     if rollout.live:
         return (
-            f"{_wrapped(f'{rollout.rollout_id} is {rollout.stage}: {rollout.verdict}', '  ')}\n"
-            f"see it: trimtab rollout show {rollout.rollout_id}; stop it: trimtab rollout abort {rollout.rollout_id}"
+            f"{_wrapped(f'{rollout.rollout_id} is {rollout.stage}: {rollout.verdict}', '  ')}\n{follow_text(rollout)}"
         )
     return _wrapped(f"{rollout.rollout_id} {rollout.stage}: {rollout.verdict}", "  ")
+
+
+def follow_text(rollout: Rollout) -> str:
+    return f"see it: trimtab rollout show {rollout.rollout_id}; stop it: trimtab rollout abort {rollout.rollout_id}"
+
+
+def shown_text(rollout: Rollout) -> str:
+    """All that is known of one."""
+    told = told_text(rollout)
+    why = f' "{rollout.reason}"' if rollout.reason else ""
+    lines = [
+        restart_text(rollout),
+        _wrapped(f"  of {rollout.author}{why}" + (f", with {told}" if told else ""), "    "),
+    ]
+    if rollout.pending_node_ids:
+        lines.append(_wrapped(f"  yet to go: {', '.join(rollout.pending_node_ids)}", "    "))
+    return "\n".join([*lines, "", *map(line_text, rollout.lines)])
 
 
 def restart_json(rollout: Rollout) -> dict[str, Any]:

@@ -19,7 +19,7 @@ SPEED: Speeds = {}
 
 
 class When(enum.StrEnum):
-    """When an engine changes its block size: once few enough tokens are resident (idle), or whatever it costs (now)."""
+    """When an engine changes its block size: once few enough tokens are to be computed anew (idle), or whatever it costs (now)."""
 
     IDLE = "idle"
     NOW = "now"

@@ -136,6 +136,11 @@ class KvShape:
         ends = [n + self.ahead for n in lengths]
         return sum(g.count * sum(n % g.block_size == 0 for n in ends) for g in self.groups)
 
+    def per_token(self, *, lasting: bool = False) -> float:
+        """Blocks that a token fills on average, all groups together or those that keep all tokens; states and the like fill none."""
+        groups = (g for g in self.groups if g.block_size < WHOLE and not (lasting and g.forgets))
+        return sum(g.count / g.block_size for g in groups)
+
     def longest(self, blocks: int) -> int:
         """Tokens of the longest request that so many blocks hold, alone; where every group forgets, as if the largest blocks kept all."""
         if self.plain:

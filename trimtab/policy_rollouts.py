@@ -56,7 +56,12 @@ class BlockPlanPart:
         600, low=1, high=DAY_S, schema=116, unit="seconds", doc="between two changes of one pool at least"
     )
     max_recompute_tokens: int = whole(
-        2000, low=0, high=MANY, schema=117, unit="tokens", doc="a change waits until fewer are resident in a worker"
+        2000,
+        low=0,
+        high=MANY,
+        schema=117,
+        unit="tokens",
+        doc="a change that has them computed anew waits until fewer are resident in a worker",
     )
     min_gain: float = fraction(
         0.05, low=0.0, high=1.0, schema=118, unit="of the work", doc="that a change must save to be worth it"

@@ -203,6 +203,8 @@ class Limits:
     """It changes to another of them while it runs."""
     kv_groups: tuple[KvGroup, ...] = ()
     """Of its layers, where they don't all keep all tokens in blocks of `block_size`."""
+    carries_blocks: bool = False
+    """Such a change carries KV over to all of `block_sizes`, so that nothing is computed anew."""
 
     @property
     def kv(self) -> KvShape:

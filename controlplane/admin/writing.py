@@ -31,7 +31,7 @@ from trimtab.kit.tls import PLAIN
 from trimtab.kit.watch import Watch
 from trimtab.messages import Role as NodeRole
 from trimtab.policy import FIELDS, Kind
-from trimtab.snapshot import Identity, Scope
+from trimtab.snapshot import Identity, Scope, parse_scope
 from trimtab.v1 import admin_pb2
 
 log = structlog.get_logger(__name__)
@@ -167,7 +167,19 @@ class Writer:
             "nodes": nodes,
             "trace_id": parent[3:35],
             "durability": encode_durability(outcome.receipt),
+            "unmatched_scopes": self._unmatched(outcome),
         }
+
+    def _unmatched(self, outcome: Outcome) -> list[str]:
+        """A typing error in a name looks like this; so does a pool whose nodes are yet to come."""
+        nodes, found = [m.hello.node for m in self._fleet.connected()], []
+        for said in sorted({c.scope for c in outcome.changes if c.after is not None}):
+            # Pins and controllers' adjustments have words of their own.
+            with contextlib.suppress(PolicyRefused):
+                scope = parse_scope(said)
+                if scope.kind and not any(map(scope.covers, nodes)):
+                    found.append(said)
+        return found
 
     def _own_pins(self, request: admin_pb2.ApplyPolicyRequest, author: str) -> None:
         """A pin that is there already stays whose it is; any other is his who writes it."""

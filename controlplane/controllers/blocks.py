@@ -341,8 +341,9 @@ def _idlest(workers: Iterable[NodeSeen], rule: BlockPlanPart, now: float) -> Nod
     able = []
     for n in workers:
         resident = n.gauge(STORED_TOKENS, now)
-        few = resident is not None and (resident == 0 or resident < rule.max_recompute_tokens)
-        if n.node.limits.live_blocks and n.state is NodeState.SERVING and few:
+        free = n.node.limits.carries_blocks or resident == 0
+        cheap = resident is not None and (free or resident < rule.max_recompute_tokens)
+        if n.node.limits.live_blocks and n.state is NodeState.SERVING and cheap:
             able.append((resident or 0.0, n.node_id, n))
     return min(able)[2] if able else None
 

@@ -129,15 +129,16 @@ def growth(workers: Iterable[NodeSeen], seen: Seen, policy: PolicyOf) -> float |
     typical: dict[str, float | None] = {}
     for n in workers:
         limits = n.node.limits
-        capacity = limits.total_blocks * limits.block_size
         if n.model not in typical:
             lengths = seen.lengths.get(n.model)
             typical[n.model] = weighed(lengths.recent_totals) if lengths else None
         tokens = typical[n.model]
-        if not capacity or tokens is None:
+        if not limits.total_blocks or not limits.block_size or tokens is None:
             return None
         requests = min(policy(n.node).batch.active, n.load.running + n.load.waiting)
-        whole += min(1.0, requests * tokens / capacity)
+        # In whole blocks only where bytes are no measure: a part of a block is as likely as any other.
+        of_one = limits.kv.most(math.ceil(tokens)) if limits.kv_groups else tokens / limits.block_size
+        whole += min(1.0, requests * of_one / limits.total_blocks)
     return whole
 
 

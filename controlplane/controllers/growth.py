@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from controlplane.seen import NodeSeen
 from trimtab.measures import COMPUTED_TOKENS, KV_BYTES_PER_TOKEN, RSS_BYTES, STORED_TOKENS
+from trimtab.snapshot import Limits
 
 POINTS = 20
 """Intervals in the whole time."""
@@ -54,15 +55,25 @@ class Growth:
         rss, stored, per_token = (n.gauges.get(name) for name in (RSS_BYTES, STORED_TOKENS, KV_BYTES_PER_TOKEN))
         if rss is None or stored is None or per_token is None:
             return Growth(self.incarnation, self.before)
-        limits = n.node.limits
-        cache = per_token * limits.total_blocks * limits.block_size
-        touched = min(cache, per_token * max(0, n.totals.get(COMPUTED_TOKENS, 0) - self.before))
+        computed = max(0, n.totals.get(COMPUTED_TOKENS, 0) - self.before)
+        touched = _touched(n.node.limits, per_token, computed)
         kept = self.points[-POINTS:]
         if kept and now - kept[-1].at > max(GAP_S, 2 * growth_s / POINTS):
             # It was silent meanwhile: what grew then is not known to have gone on growing.
             kept = ()
         points = (*kept, Point(now, rss - touched, stored, n.load.running))
         return Growth(self.incarnation, self.before, points, _per_min(points))
+
+
+def _touched(limits: Limits, bytes_per_token: float, computed: int) -> float:
+    """Bytes of the KV cache that so many computed tokens may have been the first to write. Blocks that a layer forgets go to the end of the
+    line, so that every block has its turn."""
+    if not limits.kv_groups:
+        return min(bytes_per_token * limits.total_blocks * limits.block_size, bytes_per_token * computed)
+    # What a token costs counts layers that keep all tokens, where there are any.
+    counted = limits.kv.per_token(lasting=True) or limits.kv.per_token()
+    of_a_block = bytes_per_token / counted if counted else 0.0
+    return of_a_block * min(float(limits.total_blocks), limits.kv.per_token() * computed)
 
 
 def _per_min(points: Sequence[Point]) -> float | None:

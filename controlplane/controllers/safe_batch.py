@@ -63,8 +63,8 @@ def fitting(node: NodeSeen, lengths: Lengths | None, rules: BatchPart, now: floa
     """Requests that fit into the KV cache of a worker now; why that can't be said where an input is missing."""
     per_token = node.gauge(KV_BYTES_PER_TOKEN, now)
     # Both from one message: the load may still be of blocks of another size.
-    blocks = node.node.limits.total_blocks
-    block_size = node.node.limits.block_size
+    limits = node.node.limits
+    blocks, block_size = limits.total_blocks, limits.block_size
     if not per_token:
         return "its KV bytes per token are not known"
     if not blocks or not block_size:
@@ -75,11 +75,17 @@ def fitting(node: NodeSeen, lengths: Lengths | None, rules: BatchPart, now: floa
     tokens = lengths.recent_totals.quantile(TAIL)
     if tokens <= 0.0:
         return "requests have no length"
-    per_req, total = per_token * tokens, per_token * blocks * block_size
+    if limits.kv_groups:
+        # Where layers keep KV of several kinds, bytes a token are no measure of what is left. Blocks are.
+        per_req, total = float(limits.kv.most(math.ceil(tokens))), float(blocks)
+        needs, has = f"{per_req:.0f} blocks of KV", f"{total:.0f} blocks"
+    else:
+        per_req, total = per_token * tokens, per_token * blocks * block_size
+        needs, has = f"{_size(per_req)} of KV", _size(total)
     requests = _fit(per_req, total, rules.safety_factor, rules.usable_memory)
     evidence = (
-        f"95 of 100 requests take {tokens:.0f} tokens at most ({_size(per_req)} of KV, n={ended}), × {rules.safety_factor:g}; "
-        f"{rules.usable_memory:.0%} of {_size(total)} holds {math.floor(requests)}"
+        f"95 of 100 requests take {tokens:.0f} tokens at most ({needs}, n={ended}), × {rules.safety_factor:g}; "
+        f"{rules.usable_memory:.0%} of {has} holds {math.floor(requests)}"
     )
     return Fits(float(requests), evidence)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import aiohttp
@@ -54,12 +55,17 @@ class GrpcArm:
 
 
 class HttpArm:
-    """vLLM's own server, by its streaming /v1/completions."""
+    """A server by its streaming /v1/completions: vLLM's own unless `name` and `roles` say otherwise."""
 
-    name = "http"
-    roles: Mapping[str, str] = {"front": "http", "engine": "http/engine"}
-
-    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        address: str,
+        *,
+        name: str = "http",
+        roles: Mapping[str, str] = MappingProxyType({"front": "http", "engine": "http/engine"}),
+    ) -> None:
+        self.name, self.roles = name, roles
         self._session = session
         self._url = f"http://{address}/v1/completions"
 
@@ -73,7 +79,7 @@ class HttpArm:
         async def ask(prompt: str) -> AsyncGenerator[int, None]:
             async with self._session.post(self._url, json={**fixed, "prompt": prompt}) as answer:
                 if answer.status != 200:
-                    raise BenchError(f"vLLM's server answered {answer.status}: {(await answer.text())[:300]}")
+                    raise BenchError(f"arm {self.name} answered {answer.status}: {(await answer.text())[:300]}")
                 last = b""
                 async for line in answer.content:
                     if not line.startswith(b"data: {"):

@@ -57,6 +57,12 @@ BENCHES = {
         "what a token costs a gateway, by one stream per worker and by one per request",
         frozenset({"arms", "smg"}),
     ),
+    "peers": Bench(
+        "services.bench.peers.course",
+        "run",
+        "our HTTP door and SMG before the same worker with vLLM",
+        frozenset({"smg"}),
+    ),
     "loops": Bench(
         "services.bench.loops.course",
         "run",
@@ -121,7 +127,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--scenario", type=click.Choice(["step", "hang"]),
               help="loops: a step of load (default), or an engine that stops; hang knows --model simulated too.")  # fmt: skip
 @click.option("--smg", metavar="PATH", type=click.Path(dir_okay=False, path_type=Path),
-              help="gateway: SMG's command, measured beside ours.")  # fmt: skip
+              help="gateway, peers: SMG's command, measured beside ours.")  # fmt: skip
 def bench(
     name: str,
     quick: bool,

@@ -25,7 +25,9 @@ OUTSIDE = {
 CPU_GOAL_S = 0.5
 RATIO_GOAL = 0.93
 ADDED_TTFT_GOAL_MS = 2.0
-HTTP_GOAL = 1.0
+HTTP_GOAL = 1.05
+"""Not behind: no sample decides whether a ratio that is 1 is above 1, so what is asked is whether it is surely below this. The goals of tokens
+per second leave 7 %; this leaves 5, some 4 ms of this TTFT, at which nobody could tell the two apart."""
 CONCURRENCIES = (1, 8, 32)
 
 Pair = tuple[float, float]
@@ -187,16 +189,17 @@ def goals(blocks: Sequence[Block], pairs: Sequence[Pair], lone: Sequence[Lone], 
         mine = at(blocks, concurrency)
         estimate = ratio(mine, "mesh", seed) if mine else None
         name = f"tokens_per_s_ratio_to_bare_lower_at_{concurrency}"
-        found.append(Goal.judged(name, RATIO_GOAL, Bound.AT_LEAST, estimate, show_low=True))
+        found.append(Goal.judged(name, RATIO_GOAL, Bound.AT_LEAST, estimate, show_end=True))
     found += [
         Goal.judged(
             "added_ttft_p50_ms_at_1", ADDED_TTFT_GOAL_MS, Bound.AT_MOST, added_ttft(pairs, seed) if pairs else None
         ),
         Goal.judged(
-            "ttft_p50_ratio_to_vllm_http_at_1",
+            "ttft_p50_ratio_to_vllm_http_upper_at_1",
             HTTP_GOAL,
             Bound.AT_MOST,
             ttft_ratio(lone, "mesh", "http", seed) if lone else None,
+            show_end=True,
         ),
     ]
     return found

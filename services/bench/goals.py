@@ -22,11 +22,13 @@ class Goal:
     estimate: Estimate | None = None
 
     @staticmethod
-    def judged(name: str, goal: float, bound: Bound, estimate: Estimate | None, *, show_low: bool = False) -> Goal:
-        """Met where the whole interval is on the good side. `show_low` takes the interval's lower end for the value."""
+    def judged(name: str, goal: float, bound: Bound, estimate: Estimate | None, *, show_end: bool = False) -> Goal:
+        """Met where the whole interval is on the good side. `show_end` takes that end of the interval for the value which decides."""
         if estimate is None:
             return Goal(name, goal, bound)
-        value = estimate.low if show_low else estimate.value
+        value = estimate.value
+        if show_end:
+            value = estimate.high if bound is Bound.AT_MOST else estimate.low
         return Goal(name, goal, bound, value, verdict(estimate, goal, bound), estimate)
 
     def as_json(self) -> dict[str, Any]:

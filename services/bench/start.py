@@ -71,6 +71,8 @@ class Mesh:
     gateway: str
     worker: str
     control: str
+    http: str
+    """Of the gateway."""
 
 
 async def start_mesh(processes: Processes, flags: Sequence[str], environment: Mapping[str, str]) -> Mesh:
@@ -91,7 +93,7 @@ async def start_mesh(processes: Processes, flags: Sequence[str], environment: Ma
     front = await processes.start("gateway", ["-m", "services.gateway", *common, *gateway, *to_control])
     await started.ready(lambda: grpc_serving(here["worker"]), START_S)
     await front.ready(lambda: grpc_serving(here["gateway"]), 30.0)
-    return Mesh(here["gateway"], here["worker"], here["control"])
+    return Mesh(here["gateway"], here["worker"], here["control"], here["http"])
 
 
 async def start_vllm_mesh(processes: Processes, shape: Shape) -> Mesh:

@@ -61,7 +61,7 @@ async def test_a_full_run_measures_every_arm_in_every_round(tmp_path: Path) -> N
         "tokens_per_s_ratio_to_bare_lower_at_8": True,
         "tokens_per_s_ratio_to_bare_lower_at_32": True,
         "added_ttft_p50_ms_at_1": True,
-        "ttft_p50_ratio_to_vllm_http_at_1": True,
+        "ttft_p50_ratio_to_vllm_http_upper_at_1": True,
     }
     assert report.whole
     assert "Speed" in report.text()

@@ -158,6 +158,19 @@ async def test_set_says_what_changed_and_who_applied_it(shell: Shell) -> None:
     assert [(n["node_id"], n["answer"]) for n in answer["nodes"]] == [("w0", "applied")]
 
 
+async def test_a_scope_that_is_nobodys_is_taken_and_told(shell: Shell) -> None:
+    for words in (("--dry-run",), ()):
+        result = await shell("policy", "set", "batch.active=8", "--for", "pool/nowhere", *words)
+        assert result.exit_code == 0
+        assert "nobody is pool/nowhere now (see `trimtab fleet`): it holds for who comes" in result.stdout
+    for scope in ("node/w0", "pool/default", "mesh"):
+        answer = await shell.json("policy", "set", "batch.active=9", "--for", scope)
+        assert answer["changes"] and answer["unmatched_scopes"] == []
+    assert (await shell.json("policy", "set", "batch.active=7", "--for", "node/w9"))["unmatched_scopes"] == ["node/w9"]
+    gone = await shell.json("policy", "set", "batch.active=default", "--for", "node/w9")
+    assert gone["changes"] and gone["unmatched_scopes"] == [], "what is taken away holds for nobody"
+
+
 async def test_every_kind_of_field_is_set_and_shown_in_the_history(shell: Shell) -> None:
     result = await shell("policy", "set", *SET_ALL_KINDS)
     expected = [

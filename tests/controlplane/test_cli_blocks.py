@@ -186,10 +186,11 @@ async def test_the_tables_of_blocks_fit_a_terminal(shell: Shell) -> None:
     assert lines[-1] == "a     mixed     24    32  the guide names 24 (multiples of 32)"
     found = await shell.json(blocks)
     node = found["nodes"][0]
-    assert (node["waste"], node["accepted_block_sizes"], node["live"]) == (
+    assert (node["waste"], node["accepted_block_sizes"], node["live"], node["carries"]) == (
         {"8": 0.0008, "16": 0.0016, "64": 0.0064},
         [8, 16, 64],
         True,
+        False,
     )
     assert (found["pools"][0]["planned_block_size"], found["pools"][0]["gain"]) == (32, {"32": 0.01, "64": -0.02})
 

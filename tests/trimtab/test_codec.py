@@ -164,7 +164,7 @@ def test_events_survive(event):
 
 @given(
     st.builds(m.Load, u32, u32, u64, u32, u32),
-    st.builds(s.Limits, u32, u32, u32, u32, u32, text, kv_groups=kv_groups),
+    st.builds(s.Limits, u32, u32, u32, u32, u32, text, kv_groups=kv_groups, carries_blocks=st.booleans()),
     identities,
 )
 @settings(max_examples=30)

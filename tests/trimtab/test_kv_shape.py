@@ -123,3 +123,10 @@ def test_a_prompt_waits_until_there_are_blocks_for_all_that_it_will_hold():
     run.drain()
     assert run.began(second) > run.began(first)
     assert run.counters.memory_preemptions == 0
+
+
+def test_a_token_fills_blocks_of_every_group_and_a_state_none():
+    assert KvShape.of(16).per_token() == KvShape.of(16).per_token(lasting=True) == 1 / 16
+    assert V4.per_token(lasting=True) == 1 / 256
+    assert V4.per_token() == 1 / 256 + 2 / 64 + 1 / 4 + 1 / 8
+    assert KvShape((KvGroup(64), KvGroup(WHOLE, count=3))).per_token() == 1 / 64

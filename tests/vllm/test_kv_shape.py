@@ -155,7 +155,7 @@ def test_a_shape_has_vllms_own_sizes_windows_and_caps(tmp_path: Path) -> None:
         "total_blocks": ROOMY,
         "kv_groups": told(found),
     }
-    limits = limits_of({**facts, "block_sizes": [256], "live_blocks": False}, 8192, "vllm")
+    limits = limits_of({**facts, "block_sizes": [256], "live_blocks": False, "carries_blocks": False}, 8192, "vllm")
     assert limits.kv == found, "the front process is told the same"
 
 

@@ -77,7 +77,7 @@ def engine(run: Runner) -> VllmEngine:
 
 
 def test_an_engine_says_which_sizes_it_takes(engine: VllmEngine, run: Runner) -> None:
-    assert (engine.limits.block_size, engine.limits.live_blocks) == (START, True)
+    assert (engine.limits.block_size, engine.limits.live_blocks, engine.limits.carries_blocks) == (START, True, True)
     assert engine.limits.block_sizes == ACCEPTED
     assert run(there(engine, seen))["blocks"] == engine.limits.total_blocks
 

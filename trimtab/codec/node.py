@@ -61,6 +61,7 @@ def encode_limits(x: s.Limits) -> control_pb2.EngineLimits:
         engine=x.engine,
         block_sizes=x.block_sizes,
         live_blocks=x.live_blocks,
+        carries_blocks=x.carries_blocks,
         kv_groups=[
             control_pb2.KvGroup(block_size=g.block_size, window=g.window, chunk=g.chunk, cap=g.cap, count=g.count)
             for g in x.kv_groups
@@ -75,6 +76,7 @@ def decode_limits(pb: control_pb2.EngineLimits) -> s.Limits:
         tuple(
             KvGroup(max(1, g.block_size), g.window, g.chunk, g.cap, max(1, g.count)) for g in pb.kv_groups[:MAX_KV_GROUPS]
         ),
+        pb.carries_blocks,
     )  # fmt: skip
 
 

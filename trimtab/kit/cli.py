@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -136,6 +137,16 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def goes_on(how: Callable[[], str]) -> Iterator[None]:
+    """What is waited for does not end with the waiting. Whoever interrupts it is told so, and in `how`'s words what to type instead."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        click.echo(f"\nnot waited for any more; it goes on: {how()}", err=True)
+        raise
 
 
 def echo_json(value: Any) -> None:

@@ -275,6 +275,7 @@ class SetPolicyResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    UNMATCHED_SCOPES_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     trace_id: _builtins.str
     @_builtins.property
@@ -289,6 +290,10 @@ class SetPolicyResponse(_message.Message):
     def durability(self) -> Global___Durability:
         """Absent where nothing was written."""
 
+    @_builtins.property
+    def unmatched_scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Scopes that this writes for and that no node is of which is connected now: it holds for those that come."""
+
     def __init__(
         self,
         *,
@@ -298,10 +303,11 @@ class SetPolicyResponse(_message.Message):
         nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
         trace_id: _builtins.str = ...,
         durability: Global___Durability | None = ...,
+        unmatched_scopes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id", "unmatched_scopes", b"unmatched_scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +485,7 @@ class ApplyPolicyResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    UNMATCHED_SCOPES_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     trace_id: _builtins.str
     @_builtins.property
@@ -489,6 +496,10 @@ class ApplyPolicyResponse(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]: ...
     @_builtins.property
     def durability(self) -> Global___Durability: ...
+    @_builtins.property
+    def unmatched_scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Scopes that this writes for and that no node is of which is connected now: it holds for those that come."""
+
     def __init__(
         self,
         *,
@@ -498,10 +509,11 @@ class ApplyPolicyResponse(_message.Message):
         nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
         trace_id: _builtins.str = ...,
         durability: Global___Durability | None = ...,
+        unmatched_scopes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id", "unmatched_scopes", b"unmatched_scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,6 +570,7 @@ class PinPolicyResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    UNMATCHED_SCOPES_FIELD_NUMBER: _builtins.int
     spec_version: _builtins.int
     trace_id: _builtins.str
     @_builtins.property
@@ -568,6 +581,10 @@ class PinPolicyResponse(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]: ...
     @_builtins.property
     def durability(self) -> Global___Durability: ...
+    @_builtins.property
+    def unmatched_scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Scopes that this writes for and that no node is of which is connected now: it holds for those that come."""
+
     def __init__(
         self,
         *,
@@ -577,10 +594,11 @@ class PinPolicyResponse(_message.Message):
         nodes: _abc.Iterable[Global___NodePolicyState] | None = ...,
         trace_id: _builtins.str = ...,
         durability: Global___Durability | None = ...,
+        unmatched_scopes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "durability", b"durability", "identity", b"identity", "nodes", b"nodes", "spec_version", b"spec_version", "trace_id", b"trace_id", "unmatched_scopes", b"unmatched_scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

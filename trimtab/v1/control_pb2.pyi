@@ -69,7 +69,7 @@ class _ReblockWhenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReblockWh
     DESCRIPTOR: _descriptor.EnumDescriptor
     REBLOCK_WHEN_UNSPECIFIED: _ReblockWhen.ValueType  # 0
     REBLOCK_WHEN_IDLE: _ReblockWhen.ValueType  # 1
-    """Only while fewer than max_recompute_tokens are resident."""
+    """Only while fewer than max_recompute_tokens would be computed anew."""
     REBLOCK_WHEN_NOW: _ReblockWhen.ValueType  # 2
     """Whatever it costs."""
 
@@ -77,7 +77,7 @@ class ReblockWhen(_ReblockWhen, metaclass=_ReblockWhenEnumTypeWrapper): ...
 
 REBLOCK_WHEN_UNSPECIFIED: ReblockWhen.ValueType  # 0
 REBLOCK_WHEN_IDLE: ReblockWhen.ValueType  # 1
-"""Only while fewer than max_recompute_tokens are resident."""
+"""Only while fewer than max_recompute_tokens would be computed anew."""
 REBLOCK_WHEN_NOW: ReblockWhen.ValueType  # 2
 """Whatever it costs."""
 Global___ReblockWhen: _TypeAlias = ReblockWhen  # noqa: Y015
@@ -268,6 +268,7 @@ class EngineLimits(_message.Message):
     BLOCK_SIZES_FIELD_NUMBER: _builtins.int
     LIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_GROUPS_FIELD_NUMBER: _builtins.int
+    CARRIES_BLOCKS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Rows of the engine's batch (vLLM: max_num_seqs)."""
     max_step_tokens: _builtins.int
@@ -279,6 +280,8 @@ class EngineLimits(_message.Message):
     """"vllm 0.32.0" or "simulated"."""
     live_blocks: _builtins.bool
     """It changes to another of them while it runs."""
+    carries_blocks: _builtins.bool
+    """Such a change carries KV over to all of those sizes: it has nothing computed anew, and need not wait for a quiet moment."""
     @_builtins.property
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """KV block sizes that it accepts, of those that were asked for."""
@@ -299,10 +302,11 @@ class EngineLimits(_message.Message):
         block_sizes: _abc.Iterable[_builtins.int] | None = ...,
         live_blocks: _builtins.bool = ...,
         kv_groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        carries_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_sizes", b"block_sizes", "engine", b"engine", "kv_groups", b"kv_groups", "live_blocks", b"live_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_sizes", b"block_sizes", "carries_blocks", b"carries_blocks", "engine", b"engine", "kv_groups", b"kv_groups", "live_blocks", b"live_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_step_tokens", b"max_step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1667,7 +1667,7 @@ class BlockPlanPolicy(_message.Message):
     dwell_s: _builtins.int
     """Between two changes of one pool at least. In seconds. Schema 116."""
     max_recompute_tokens: _builtins.int
-    """A change waits until fewer tokens are resident. In tokens. Schema 117."""
+    """A change that has them computed anew waits until fewer are resident. In tokens. Schema 117."""
     min_gain: _builtins.float
     """What a change must bring. In of the work. Schema 118."""
     def __init__(

@@ -56,12 +56,19 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-async def start(processes: Processes, session: aiohttp.ClientSession, directory: Path, path: Path, worker: str) -> str:
-    """Its HTTP address, once it answers a request. BenchError says what it said last."""
+def byte_tokenizer_in(directory: Path) -> Path:
+    """The simulated engine's tokenizer, as files."""
     tokenizer = directory / "tokenizer"
     tokenizer.mkdir(exist_ok=True)
     (tokenizer / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return tokenizer
+
+
+async def start(
+    processes: Processes, session: aiohttp.ClientSession, path: Path, worker: str, *, tokenizer: Path
+) -> str:
+    """Its HTTP address, once it answers a request. BenchError says what it said last."""
     port, metrics = free_port(), free_port()
     # It has no option that ends it with its parent; our tether gives it one.
     tether = ["-m", "trimtab_cli.tether", str(os.getpid()), "--", str(path), "launch"]

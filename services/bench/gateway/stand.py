@@ -68,7 +68,8 @@ async def stand(directory: Path, names: Sequence[str], smg_path: Path | None) ->
             await child.ready(lambda: grpc_serving(at["proxy"]), START_S)
             arms["plain"] = GrpcArm("plain", "proxy", channels(at["proxy"], "gateway"))
         if "smg" in names and smg_path is not None:
-            address = await smg.start(processes, session, directory, smg_path, at["worker"])
+            tokenizer = smg.byte_tokenizer_in(directory)
+            address = await smg.start(processes, session, smg_path, at["worker"], tokenizer=tokenizer)
             arms["smg"] = HttpArm("smg", "smg", session, address)
         yield Stand(processes, {name: arms[name] for name in names}, Emissions(directory))
 

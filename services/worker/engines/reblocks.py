@@ -27,10 +27,10 @@ def on_the_ladder(takes: Callable[[int], bool]) -> tuple[int, ...]:
 
 def refuse_busy(found: Reblock, when: When, max_recompute_tokens: int, accepted: tuple[int, ...]) -> None:
     """ReblockRefused where the change may wait and would cost too much now. What nothing is lost by never waits."""
-    resident = found.recompute_tokens
-    if when is When.IDLE and resident and resident >= max_recompute_tokens:
+    anew = found.recompute_tokens
+    if when is When.IDLE and anew and anew >= max_recompute_tokens:
         raise ReblockRefused(
-            f"{resident} tokens of {found.requests} requests are resident; at {max_recompute_tokens} and more the change "
+            f"{anew} tokens of {found.requests} requests would be computed anew; at {max_recompute_tokens} and more the change "
             "waits, unless it is told to come now",
             cause="NOT_IDLE",
             accepted=accepted,

@@ -14,10 +14,13 @@ CARRIES = "trimtab_carries"
 """Of the engine's core: block sizes between which its attention back end's KV can be carried."""
 
 
-def find_out(core: Any, sizes: Sequence[int]) -> None:
-    """Which of the sizes KV can be carried to, tried out with the back end's own operation in every worker. Asked before it serves."""
+def find_out(core: Any, sizes: Sequence[int]) -> bool:
+    """Between which of the sizes KV can be carried, tried out with the back end's own operation in every worker; whether that is all of them.
+    Asked before the engine serves."""
     answers = core.model_executor.collective_rpc("trimtab_carries", args=(list(sizes),))
-    setattr(core, CARRIES, frozenset.intersection(*map(frozenset, answers)))
+    known = frozenset.intersection(*map(frozenset, answers))
+    setattr(core, CARRIES, known)
+    return known.issuperset(sizes)
 
 
 def can(core: Any, size: int) -> bool:
@@ -45,7 +48,7 @@ def place(scheduler: Any, source: Mapping[str, Sequence[int]]) -> Placed:
     placed = Placed({}, [])
     for request in scheduler.running:
         name, tokens = request.request_id, request.num_computed_tokens
-        first = _allocate(scheduler, request, tokens)
+        first = _allocate(scheduler, request, tokens) if tokens else None
         if first is None:
             placed.left.append(name)
             continue

@@ -19,5 +19,6 @@ def limits_of(facts: Mapping[str, Any], max_model_len: int, engine: str) -> Limi
         engine=engine,
         block_sizes=tuple(facts["block_sizes"]),
         live_blocks=facts["live_blocks"],
+        carries_blocks=facts["carries_blocks"],
         kv_groups=tuple(KvGroup(*numbers) for numbers in facts["kv_groups"]),
     )

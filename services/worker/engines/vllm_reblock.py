@@ -42,9 +42,8 @@ def facts(core: Any) -> dict[str, Any]:
     """The sizes of the ladder that this engine would take at start, and whether it takes them while it runs. Asked before it serves."""
     core.model_executor.collective_rpc("trimtab_ready")
     sizes, live = _accepted(core), not not_live(core)
-    if live:
-        vllm_carry.find_out(core, sizes)
-    return {"block_sizes": list(sizes), "live_blocks": live}
+    carries = live and vllm_carry.find_out(core, sizes)
+    return {"block_sizes": list(sizes), "live_blocks": live, "carries_blocks": carries}
 
 
 def reblock(core: Any, asked: dict[str, Any]) -> dict[str, Any]:

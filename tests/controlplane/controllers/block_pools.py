@@ -26,8 +26,8 @@ OLD = -100_000.0
 """Joined so long ago that nothing is new about it."""
 
 
-def limits(size: int = 128, sizes: tuple[int, ...] = CPU, *, live: bool = True) -> Limits:
-    return Limits(64, 8192, 131_072, size, 160_000 // size, "vllm", sizes, live)
+def limits(size: int = 128, sizes: tuple[int, ...] = CPU, *, live: bool = True, carries: bool = False) -> Limits:
+    return Limits(64, 8192, 131_072, size, 160_000 // size, "vllm", sizes, live, carries_blocks=carries)
 
 
 def a_worker(
@@ -36,12 +36,15 @@ def a_worker(
     *,
     sizes: tuple[int, ...] = CPU,
     live: bool = True,
+    carries: bool = False,
     joined_at: float = OLD,
     **more: Any,
 ) -> NodeSeen:
     """Idle but for what a test says."""
     gauges = {STORED_TOKENS: 0.0, **more.pop("gauges", {})}
-    return a_node(node_id, limits=limits(size, sizes, live=live), joined_at=joined_at, gauges=gauges, **more)
+    return a_node(
+        node_id, limits=limits(size, sizes, live=live, carries=carries), joined_at=joined_at, gauges=gauges, **more
+    )
 
 
 def policy(choose_by: str = "measured", **more: Value) -> PolicyOf:

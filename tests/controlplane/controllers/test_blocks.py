@@ -181,6 +181,14 @@ def test_a_change_that_was_begun_is_gone_through_with_when_the_load_has_gone() -
     assert [c.block_size for c in run.run(10)] == [32]
 
 
+def test_a_worker_that_carries_its_kv_over_need_not_be_idle() -> None:
+    busy = [a_worker(f"w{i}", carries=i == 1, gauges=WASTEFUL | {STORED_TOKENS: 50_000.0}) for i in range(3)]
+    run = a_run(*busy, **STARVED)
+    assert [(c.node_id, c.block_size) for c in run.run(60)] == [("w1", 32)]
+    run = a_run(a_worker(carries=True, gauges=WASTEFUL | {STORED_TOKENS: None}), **STARVED)
+    assert run.run(60) == [], "one that says nothing of itself is left alone"
+
+
 # ---- by the guide
 
 

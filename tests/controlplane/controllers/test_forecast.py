@@ -10,6 +10,7 @@ import pytest
 
 from controlplane.controllers.forecast import Book, Course, course, growth, weighed
 from tests.controlplane.controllers.builders import NOW, a_node, a_seen, policy_of, sketch_of, some_lengths
+from tests.trimtab.test_kv_shape import V4
 from trimtab.messages import NodeState
 from trimtab.snapshot import Limits
 
@@ -121,6 +122,8 @@ def test_growth_is_the_full_length_of_those_that_are_here_within_what_may_run() 
     assert growth([one], seen, policy_of({"batch.active": 5})) == pytest.approx(5 * 1600 / 160_000)
     assert growth([one], a_seen(), policy_of()) is None
     assert growth([a_node(limits=Limits())], seen, policy_of()) is None
+    several = a_node(running=4, limits=Limits(block_size=256, total_blocks=10_000, kv_groups=V4.groups))
+    assert growth([several], seen, policy_of()) == pytest.approx(4 * V4.most(1600) / 10_000, rel=0.02)
 
 
 def test_a_running_request_is_more_likely_a_long_one() -> None:

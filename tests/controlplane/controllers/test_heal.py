@@ -8,9 +8,11 @@ import pytest
 
 from controlplane.controllers import heal
 from controlplane.controllers.decision import PolicyOf, Reload, Restart, Severity
+from controlplane.controllers.growth import Growth
 from controlplane.seen import NodeSeen
 from tests.controlplane.controllers.builders import NOW, a_node, a_window, policy_of
 from tests.controlplane.controllers.run import Hour, Run, restarted, say
+from tests.trimtab.test_kv_shape import V4
 from trimtab.measures import (
     BATCH_WAIT_MS,
     BATCH_WAITS,
@@ -23,6 +25,7 @@ from trimtab.measures import (
     STORED_TOKENS,
 )
 from trimtab.messages import Load, NodeState
+from trimtab.snapshot import Limits
 
 MB = 1e6
 CACHE_TOKENS = 160_000
@@ -126,6 +129,15 @@ def test_memory_that_the_kv_cache_touches_for_the_first_time_is_no_leak_until_al
     assert run.commands == []
     grows(run, 700, lambda _: 6.0, **{COMPUTED_TOKENS: lambda second: 100.0 * (whole_s + second)})
     assert {c.reason for c in run.commands} == {"its memory grows"}
+
+
+@pytest.mark.parametrize(("computed", "blocks"), [(1000, 1000 * V4.per_token()), (10**6, 5000)])
+def test_layers_that_forget_touch_blocks_too_and_all_of_them_in_the_end(computed: int, blocks: float) -> None:
+    """A token costs 1,000 bytes in the layers that keep it, which is 1/256 of a block."""
+    n = a_node(limits=Limits(block_size=256, total_blocks=5000, kv_groups=V4.groups), gauges={RSS_BYTES: 8e9})
+    n.totals[COMPUTED_TOKENS] = computed
+    (point,) = Growth("i0", 0).noted(n, NOW, 600.0).points
+    assert point.bytes == pytest.approx(8e9 - 256_000 * blocks)
 
 
 @pytest.mark.parametrize("missing", [RSS_BYTES, STORED_TOKENS, KV_BYTES_PER_TOKEN])

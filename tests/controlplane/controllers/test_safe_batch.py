@@ -10,6 +10,7 @@ import pytest
 from controlplane.controllers.safe_batch import Fits, calculate_safe_batch, fitting
 from controlplane.seen import Lengths, NodeSeen
 from tests.controlplane.controllers.builders import NOW, a_node, some_lengths
+from tests.trimtab.test_kv_shape import V4
 from trimtab.measures import KV_BYTES_PER_TOKEN
 from trimtab.messages import Load
 from trimtab.policy import Policy
@@ -67,6 +68,14 @@ def test_live_it_is_the_kv_of_the_95th_of_100_requests_in_the_whole_cache() -> N
     assert found.evidence == (
         "95 of 100 requests take 12000 tokens at most (12 MB of KV, n=50), × 1.2; 90% of 160 MB holds 10"
     )
+
+
+def test_layers_that_forget_are_counted_in_blocks() -> None:
+    """12,000 tokens: 47 blocks of 256 that last, and at most 2 × 19 + 259 + 145 of those that do not."""
+    limits = replace(a_node().node.limits, block_size=256, total_blocks=5_000, kv_groups=V4.groups)
+    found = live(a_node(limits=limits), some_lengths(totals=[12_000.0] * 50))
+    assert isinstance(found, Fits) and found.requests == pytest.approx(0.9 * 5_000 / (1.2 * V4.most(12_000)), rel=1e-3)
+    assert "blocks of KV, n=50), × 1.2; 90% of 5000 blocks holds 7" in found.evidence
 
 
 def test_blocks_are_those_that_the_engine_has_now() -> None:

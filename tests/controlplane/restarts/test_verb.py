@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
+from asyncio.subprocess import PIPE
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from controlplane.cli_restart import add_parser
-from tests.controlplane.mesh import Mesh, a_mesh
+from controlplane.cli_rollout import rollout
+from tests.controlplane.mesh import PATIENCE_S, Mesh, a_mesh
 from tests.controlplane.restarts.phoenix import SETTINGS, three
 
 
@@ -51,6 +55,36 @@ async def test_the_verb_says_how_it_ended(quiet: None) -> None:
         assert (await typed(mesh, "--yes")).exit_code == 4, "another one is on its way"
         for wrong in (("--set", "x"), ("--set", "=1"), ("--set", "a=1", "--set", "a=2"), ("--node", "w9")):
             assert (await typed(mesh, *wrong)).exit_code == 2
+
+
+async def test_what_is_shown_of_one_has_its_steps(quiet: None) -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        done = await typed(
+            mesh, "--set", "worker.max_num_seqs=32", "--bake", "0s", "--wait", "--yes", "--reason", "more"
+        )
+        steps = done.stdout.splitlines()[:-1]
+        shown = await asyncio.to_thread(CliRunner().invoke, rollout, ["show", "--control", mesh.address])
+        assert "done: 2 of 2 workers were started anew" in shown.stdout
+        assert '"more", with worker.max_num_seqs=32' in shown.stdout
+        assert shown.stdout.splitlines()[-len(steps) :] == steps and len(steps) > 3
+
+
+async def test_who_interrupts_the_waiting_is_told_that_it_goes_on(quiet: None) -> None:
+    async with a_mesh() as mesh:
+        await three(mesh, 2)
+        verb = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "trimtab_cli", "rollout", "restart", "--node", "w1", "--bake", "1h", "--wait",
+            "--control", mesh.address, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        assert verb.stdout is not None and await asyncio.wait_for(verb.stdout.readline(), PATIENCE_S)
+        verb.send_signal(signal.SIGINT)
+        _, said = await asyncio.wait_for(verb.communicate(), PATIENCE_S)
+        assert verb.returncode == 130
+        assert "it goes on: see it: trimtab rollout show rs-" in said.decode()
+        assert "Traceback" not in said.decode()
+        [found] = (await mesh.admin.rollouts(1)).rollouts
+        assert found.live
 
 
 async def test_every_worker_of_the_mesh_is_asked_about(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Bench `peers`: our HTTP door beside another gateway before the same worker."""
