@@ -8,6 +8,7 @@ ends, every request on it is aborted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -27,6 +28,8 @@ from trimtab.v1 import inference_pb2
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.25
+HELLO_S = 0.1
+"""What a gateway gets to introduce itself before it is told what it may send: who says what it wants is not promised what others want."""
 SLOW_READER_TOKENS = 256
 
 
@@ -62,8 +65,9 @@ class Link:
         self._open: dict[str, _Open] = {}
         self._pieces: list[inference_pb2.Piece] = []
         self._wake = asyncio.Event()
-        # The first message goes at once: it tells the gateway that the link is up.
+        # The first message waits for nothing but the gateway's own: it tells the gateway that the link is up.
         self._wake.set()
+        self._heard = asyncio.Event()
         self._shares = shares
         self._share = shares.join(self._wake.set)
         self._closed = False
@@ -73,6 +77,7 @@ class Link:
         gateway = ""
         try:
             async for message in requests:
+                self._heard.set()
                 match message.WhichOneof("event"):
                     case "hello":
                         gateway = message.hello.gateway_id
@@ -97,9 +102,13 @@ class Link:
             log.info("gateway detached", gateway=gateway, open=len(self._open))
             self._closed = True
             self._wake.set()
+            self._heard.set()
 
     async def steps(self) -> AsyncIterator[inference_pb2.Step]:
         """The link's messages down: at once when there is something, else each 250 ms."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_S):
+                await self._heard.wait()
         while not self._closed:
             try:
                 async with asyncio.timeout(IDLE_S):

@@ -136,6 +136,8 @@ async def test_two_links_share_the_places_of_a_real_worker(rig: Rig):
 
     await granted(2, 2)
     assert all(link.steps[-1].hears_wants for link in links)
+    # The first takes all while it is alone; the second one's very first message promises nothing that the first may use.
+    assert sum(link.steps[0].credits.batch for link in links) <= 4
     await links[0].send(wants=pb.Wants(batch=10))
     await granted(4, 0)
     await links[1].send(wants=pb.Wants(batch=10))
