@@ -14,8 +14,13 @@ LADDER = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2
 
 Speeds = Mapping[int, Mapping[int, float]]
 """By tokens of context, then by block size: how fast decodes are next to those with one size that is the same for all."""
-SPEED: Speeds = {}
-"""As `make bench-blocks` measured it; empty says that no difference between sizes is known."""
+SPEED: Speeds = {
+    256: {32: 1.0, 64: 1.0, 96: 1.0, 128: 1.0, 192: 1.0, 256: 1.013, 384: 1.0, 512: 0.991, 768: 1.0, 1024: 0.966, 1536: 0.964, 2048: 0.966},
+    7500: {32: 1.018, 64: 1.0, 96: 1.0, 128: 1.0, 192: 1.0, 256: 1.031, 384: 1.0, 512: 1.0, 768: 1.0, 1024: 0.964, 1536: 1.008, 2048: 0.932},
+    32000: {32: 1.0, 64: 0.983, 96: 1.0, 128: 1.0, 192: 1.0, 256: 1.0, 384: 1.0, 512: 1.0, 768: 1.0, 1024: 0.913, 1536: 0.913, 2048: 1.0},
+}  # fmt: skip
+"""As far as the three rounds of `make bench-blocks` agree (docs/benchmarks.md): vLLM on two CPU cores. On a GPU nobody measured it; no size is
+so much faster here that it would be chosen for that."""
 
 
 class When(enum.StrEnum):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from controlplane.controllers.block_signs import Phase, Sign, figures_of, named_size, phase_of, present_size, signs_of
 from controlplane.controllers.decision import Alert, BlockPlan, Decision, PolicyOf, Reblock, Severity
 from controlplane.seen import WINDOW_S, NodeSeen, PlanSeen, Seen
-from trimtab.blocks import SPEED, Figures, gain, nearest
+from trimtab.blocks import Figures, gain, nearest
 from trimtab.measures import STORED_TOKENS
 from trimtab.messages import NodeState
 from trimtab.policy_rollouts import BlockChoice, BlockPlanPart
@@ -272,8 +272,6 @@ def _said(present: int, best: int, f: Figures, gains: Mapping[int, float], rule:
         words.append(
             f"{f.kept[best]:.0%} of prefix hits kept, which are {f.hits:.0%} of prompts; prompts {f.prefill:.0%} of the work"
         )
-    if not SPEED:
-        words.append("the speed of sizes is not measured")
     return ", ".join(words)
 
 

@@ -70,6 +70,11 @@ def test_the_calibration_is_what_the_planner_takes() -> None:
     text = dict(tables.sections([an_arm(256)], {"default": DEFAULT, "calibration": found}))["For trimtab.blocks.SPEED"]
     taken = eval(text.removeprefix("SPEED: Speeds = "))  # as it would stand in the source
     assert speed_of_blocks(128, 256, 256, taken) == pytest.approx(1.2)
+    differ = rounds(
+        {DEFAULT: [100.0] * 3, 32: [130.0, 110.0, 120.0], 64: [130.0, 99.0, 120.0], 256: [80.0, 95.0, 90.0]}
+    )
+    sure = figures.calibration(differ, DEFAULT)["decode"]["256"]
+    assert sure == {"32": 1.1, "64": 1.0, "128": 1.0, "256": 0.95}, "what all rounds agree on"
     too_few = figures.calibration(visits[:-1], DEFAULT)["decode"]
     assert too_few == {"256": {"128": 1.0}}, "a size with too few rounds is left out"
 

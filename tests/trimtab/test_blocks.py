@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.blocks import LADDER, SPEED, Figures, gain, kept, nearest, recompute_s, speed, waste
+from trimtab.policy import Policy
 from trimtab.scheduling import Shape, StepTimeModel
 from trimtab.workload import CHAT, CODE, DOCUMENTS, SUMMARIES
 
+ALIKE: dict[int, dict[int, float]] = {}
+"""No size is faster than another."""
+MIN_GAIN = Policy().block_plan.min_gain
 lengths = st.lists(st.integers(1, 200_000), max_size=50)
 sizes = st.sampled_from(LADDER)
 
@@ -99,18 +103,18 @@ def test_where_no_speed_was_measured_sizes_do_not_differ() -> None:
 
 def test_waste_is_work_only_where_memory_binds() -> None:
     free = Figures(waste={16: 0.01, 256: 0.25})
-    assert gain(256, 16, free) == 0.0
+    assert gain(256, 16, free, ALIKE) == 0.0
     bound = Figures(waste={16: 0.01, 256: 0.25}, binds=True)
-    assert gain(256, 16, bound) == pytest.approx(1.0 - 0.75 / 0.99)
-    assert gain(16, 256, bound) == pytest.approx(1.0 - 0.99 / 0.75)
+    assert gain(256, 16, bound, ALIKE) == pytest.approx(1.0 - 0.75 / 0.99)
+    assert gain(16, 256, bound, ALIKE) == pytest.approx(1.0 - 0.99 / 0.75)
 
 
 def test_prefix_hits_that_are_lost_are_prompts_computed_anew() -> None:
     half = Figures(kept={16: 1.0, 256: 0.5}, hits=0.5, prefill=0.6)
     # Half of the prompts is computed now; with half of the hits gone it is three quarters.
-    assert gain(16, 256, half) == pytest.approx(-0.6 * 0.5)
-    assert gain(256, 16, half) == 0.0, "how much more smaller blocks would hit nobody has seen"
-    assert gain(16, 256, Figures(hits=0.0, prefill=0.6)) == 0.0
+    assert gain(16, 256, half, ALIKE) == pytest.approx(-0.6 * 0.5)
+    assert gain(256, 16, half, ALIKE) == 0.0, "how much more smaller blocks would hit nobody has seen"
+    assert gain(16, 256, Figures(hits=0.0, prefill=0.6), ALIKE) == 0.0
 
 
 def test_speed_counts_for_the_part_of_the_work_that_decodes_are() -> None:
@@ -124,13 +128,21 @@ def test_what_nobody_measured_gives_no_gain_and_no_loss() -> None:
     assert gain(16, 16, Figures(binds=True)) == 0.0
 
 
+def test_no_size_is_so_much_faster_that_it_is_chosen_for_that() -> None:
+    for context, by_size in SPEED.items():
+        f = Figures(context=context)
+        assert all(
+            (gain(before, after, f) or 0.0) < MIN_GAIN or before >= 1024 for before in by_size for after in by_size
+        )
+
+
+@pytest.mark.parametrize("context", [0, *SPEED])
 @pytest.mark.parametrize("kind", [CHAT, CODE, DOCUMENTS, SUMMARIES])
-def test_on_lengths_as_public_traces_have_them_no_other_size_than_a_small_one_pays(kind: object) -> None:
+def test_on_lengths_as_public_traces_have_them_no_other_size_than_a_small_one_pays(kind: object, context: int) -> None:
     """The figures of DESIGN §12: with blocks up to 64 tokens waste is too small to be worth a change, whatever the pressure."""
-    assert not SPEED, "with speeds measured this is another question: state it anew"
     rng = random.Random(7)
     tokens = [kind.prompt.draw(rng) + kind.output.draw(rng) for _ in range(2000)]  # type: ignore[attr-defined]
-    f = Figures(waste={size: waste(tokens, size) for size in LADDER}, binds=True)
+    f = Figures(waste={size: waste(tokens, size) for size in LADDER}, binds=True, context=context)
     for present in (8, 16, 32, 64):
         assert max(g for size in LADDER if (g := gain(present, size, f)) is not None) < 0.05
     best = max(LADDER, key=lambda size: gain(2048, size, f) or 0.0)

@@ -100,7 +100,8 @@ def drift(visits: Sequence[Visit], context: int, what: str, default: int) -> flo
 
 
 def calibration(visits: Sequence[Visit], default: int) -> dict[str, dict[str, dict[str, float]]]:
-    """`decode` and `prefill`: context → size → speed next to the default size, of sizes with enough rounds.
+    """`decode` and `prefill`: context → size → speed next to the default size, of sizes with enough rounds, as far as all rounds agree on it:
+    the least difference that any of them has, and none where they differ in its sign. Else a planner would act on noise.
 
     `decode` is what `trimtab.blocks.SPEED` takes.
     """
@@ -108,10 +109,14 @@ def calibration(visits: Sequence[Visit], default: int) -> dict[str, dict[str, di
     for name, what in (("decode", DECODE), ("prefill", PREFILL)):
         for context in contexts(visits):
             ratios = {s: ratio(visits, context, what, s, default) for s in sizes(visits)}
-            known = {str(s): round(r.value, 4) for s, r in ratios.items() if r is not None and r.n >= ROUNDS}
+            known = {str(s): round(_agreed(r), 3) for s, r in ratios.items() if r is not None and r.n >= ROUNDS}
             if known:
                 found.setdefault(name, {})[str(context)] = known
     return found
+
+
+def _agreed(r: Estimate) -> float:
+    return r.low if r.low > 1.0 else min(1.0, r.high)
 
 
 # What a size is worth to a workload.
