@@ -213,6 +213,7 @@ def test_the_runner_lets_us_say_where_its_cache_lies() -> None:
     ):
         assert what in source
     assert parameters(CPUModelRunner._postprocess_tensors) == ["self"]
+    assert "gc.collect()" in source and inspect.ismodule(gpu_model_runner.gc), "what a change spares itself"
 
 
 def test_nothing_else_of_the_runner_keeps_the_block_size() -> None:
