@@ -44,7 +44,7 @@ def blocks(control: str | None, as_json: bool) -> None:
     type=click.Choice(sorted(WHEN)),
     default="idle",
     show_default=True,
-    help="idle: only if it has fewer tokens computed anew than block_plan.max_recompute_tokens says. now: whatever it costs.",
+    help="idle: only if it costs less than block_plan.max_recompute_tokens says. now: whatever it costs.",
 )
 @click.option(
     "--recompute", is_flag=True, help="Have everything computed anew, also where the engine can carry its KV over."

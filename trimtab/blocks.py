@@ -19,8 +19,12 @@ SPEED: Speeds = {
     7500: {32: 1.018, 64: 1.0, 96: 1.0, 128: 1.0, 192: 1.0, 256: 1.031, 384: 1.0, 512: 1.0, 768: 1.0, 1024: 0.964, 1536: 1.008, 2048: 0.932},
     32000: {32: 1.0, 64: 0.983, 96: 1.0, 128: 1.0, 192: 1.0, 256: 1.0, 384: 1.0, 512: 1.0, 768: 1.0, 1024: 0.913, 1536: 0.913, 2048: 1.0},
 }  # fmt: skip
-"""As far as the three rounds of `make bench-blocks` agree (docs/benchmarks.md): vLLM on two CPU cores. On a GPU nobody measured it; no size is
-so much faster here that it would be chosen for that."""
+"""As far as the three rounds of `make bench-blocks` agree (docs/benchmarks.md): vLLM on two CPU cores; on a GPU nobody measured it. From blocks
+of less than 1,024 tokens no size is so much faster that it would be chosen for that."""
+
+
+CARRIED_AS_ONE = 16
+"""Tokens whose KV is carried over cost no more than one that is computed anew: on two CPU cores a hundred do not (docs/benchmarks.md)."""
 
 
 class When(enum.StrEnum):

@@ -204,7 +204,7 @@ class Limits:
     kv_groups: tuple[KvGroup, ...] = ()
     """Of its layers, where they don't all keep all tokens in blocks of `block_size`."""
     carries_blocks: bool = False
-    """Such a change carries KV over to all of `block_sizes`, so that nothing is computed anew."""
+    """Such a change carries KV over to all of `block_sizes`, where requests find room."""
 
     @property
     def kv(self) -> KvShape:

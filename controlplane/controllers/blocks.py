@@ -3,8 +3,9 @@
 Under `block_plan.choose_by` guide a pool has the field guides' size for the phase that it is in; under measured it keeps what it has unless
 its KV cache is badly used and what is measured says that another size saves `block_plan.min_gain` of the work. A size that the engines do
 not take becomes the nearest that all of them take. Never twice within `block_plan.dwell_s`, one pool at a time and of it one worker: the one
-with the fewest resident tokens, once these are few; it refuses by itself while they are not. Engines that can't change while they run need
-a rolling change, which people are told once. A worker that was changed by hand is left alone until the plan is another one.
+with the fewest resident tokens, once these are few or cheaply carried over; it refuses by itself while they are not. Engines that can't
+change while they run need a rolling change, which people are told once. A worker that was changed by hand is left alone until the plan is
+another one.
 
 What the signals miss: `block_signs` says it of each. Beside that, a change costs a pool its prefix cache, which is counted nowhere; the
 speed of sizes is that of the machine that was measured; and of a worker that was changed by hand a new leader does not know it.
@@ -12,13 +13,14 @@ speed of sizes is that of the machine that was measured; and of a worker that wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from controlplane.controllers.block_signs import Phase, Sign, figures_of, named_size, phase_of, present_size, signs_of
 from controlplane.controllers.decision import Alert, BlockPlan, Decision, PolicyOf, Reblock, Severity
 from controlplane.seen import WINDOW_S, NodeSeen, PlanSeen, Seen
-from trimtab.blocks import Figures, gain, nearest
+from trimtab.blocks import CARRIED_AS_ONE, Figures, gain, nearest
 from trimtab.measures import STORED_TOKENS
 from trimtab.messages import NodeState
 from trimtab.policy_rollouts import BlockChoice, BlockPlanPart
@@ -72,7 +74,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`tried` is when a worker of each pool was last told. `alerts` and `holds` are those of the last look."""
+    """`tried` is when a worker of each pool was last told, `asked` when each worker was. `alerts` and `holds` are those of the last look."""
 
     looked_at: float | None = None
     pools: Mapping[str, Pooled] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class State:
     tried: Mapping[str, float] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
     holds: tuple[str, ...] = ()
+    asked: Mapping[Process, float] = field(default_factory=dict)
 
 
 def start(live: Iterable[Adjustment]) -> State:
@@ -109,10 +112,11 @@ def step(state: State, seen: Seen, policy: PolicyOf, now: float) -> Decision:
     # Who is started anew by people is left to them.
     free = {pool: [n for n in mine if n.node_id not in seen.restarting] for pool, mine in workers.items()}
     told = _next(state, pools, free, policy, now)
-    tried = dict(state.tried)
+    tried, here = dict(state.tried), {_process(n) for n in seen.workers()}
+    asked = {process: at for process, at in state.asked.items() if process in here}
     if told is not None:
-        tried[seen.nodes[told.process[0]].node.pool] = now
-    state = State(now, pools, told or state.told, tried, tuple(alerts), tuple(holds))
+        tried[seen.nodes[told.process[0]].node.pool] = asked[told.process] = now
+    state = State(now, pools, told or state.told, tried, tuple(alerts), tuple(holds), asked)
     if told is None:
         return _decision(state)
     pool = seen.nodes[told.process[0]].node.pool
@@ -272,6 +276,7 @@ def _said(present: int, best: int, f: Figures, gains: Mapping[int, float], rule:
         words.append(
             f"{f.kept[best]:.0%} of prefix hits kept, which are {f.hits:.0%} of prompts; prompts {f.prefill:.0%} of the work"
         )
+    words.append("the speed of sizes as two CPU cores have it")
     return ", ".join(words)
 
 
@@ -322,7 +327,7 @@ def _next(
     turns = sorted((pool for pool, mine in waiting.items() if mine), key=lambda pool: state.tried.get(pool, 0.0))
     begun = [pool for pool in turns if _under_way(pools[pool], policy(Node("", pool)).block_plan, now)]
     for pool in begun or turns:
-        n = _idlest(waiting[pool], policy(Node("", pool)).block_plan, now)
+        n = _idlest(waiting[pool], policy(Node("", pool)).block_plan, state.asked, now)
         target = pools[pool].target
         if n is not None and target is not None:
             return Told(_process(n), target, now)
@@ -334,16 +339,20 @@ def _under_way(p: Pooled, rule: BlockPlanPart, now: float) -> bool:
     return bool(p.there) and p.changed_at is not None and now - p.changed_at < rule.dwell_s
 
 
-def _idlest(workers: Iterable[NodeSeen], rule: BlockPlanPart, now: float) -> NodeSeen | None:
-    """Of those that can change now. The worker judges for itself; one that is known to refuse is not asked."""
+def _idlest(
+    workers: Iterable[NodeSeen], rule: BlockPlanPart, asked: Mapping[Process, float], now: float
+) -> NodeSeen | None:
+    """Of those that can change now. The worker judges for itself: one that is known to refuse is not asked, and one that was asked and did
+    not change lets the others go first."""
     able = []
     for n in workers:
         resident = n.gauge(STORED_TOKENS, now)
-        free = n.node.limits.carries_blocks or resident == 0
-        cheap = resident is not None and (free or resident < rule.max_recompute_tokens)
+        cost = resident / CARRIED_AS_ONE if resident is not None and n.node.limits.carries_blocks else resident
+        cheap = cost is not None and (cost == 0 or cost < rule.max_recompute_tokens)
         if n.node.limits.live_blocks and n.state is NodeState.SERVING and cheap:
-            able.append((resident or 0.0, n.node_id, n))
-    return min(able)[2] if able else None
+            at = asked.get(_process(n), -math.inf)
+            able.append((at if now - at < rule.dwell_s else -math.inf, resident or 0.0, n.node_id, n))
+    return min(able)[3] if able else None
 
 
 def _process(n: NodeSeen) -> Process:

@@ -190,6 +190,26 @@ def learn_layouts(worker: Any) -> None:
     worker.worker._trimtab_layouts.clear()
 
 
+def note_pulse(_: Any) -> None:
+    """What the board says at the moment when KV is moved next."""
+    from services.worker.engines import vllm_carry
+
+    real = vllm_carry.place
+
+    def noting(scheduler: Any, source: Any) -> Any:
+        vllm_carry.place = real
+        vllm_carry.noted = (scheduler._row.ended, scheduler._row.predicted_ms)  # type: ignore[attr-defined]
+        return real(scheduler, source)
+
+    vllm_carry.place = noting
+
+
+def noted_pulse(_: Any) -> Any:
+    from services.worker.engines import vllm_carry
+
+    return vllm_carry.noted  # type: ignore[attr-defined]
+
+
 def alive(_: Any) -> dict[str, int]:
     """How many there are of what is made anew with each change."""
     gc.collect()

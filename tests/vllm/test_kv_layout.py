@@ -114,6 +114,10 @@ def test_over_the_same_memory_every_token_arrives_in_every_layer(
         assert torch.equal(new[layer][written], alone[written]), (layer, n)
 
 
+def test_an_operation_that_writes_nothing_has_no_layout() -> None:
+    assert layout_of(lambda *_: None, scratch, 32, 128) == ""
+
+
 def test_nobody_to_move_moves_nothing() -> None:
     memory = torch.arange(LAYERS * HEADS * 2 * NUMBERS * 300.0)
     was = memory.clone()

@@ -193,7 +193,12 @@ def test_nothing_is_shared_behind_the_first_difference() -> None:
 def test_who_finds_no_room_is_computed_anew_and_shares_nothing_but_what_is_there() -> None:
     head = list(range(8))
     requests = [("a", [*head, 50], 9), ("a", [*range(20, 40)], 20), ("a", [*range(20, 40)], 20), ("a", [*head, 60], 9)]
-    # Blocks of 4: three for the first; five for each of the next two, as long as neither is there; one for the last.
+    # Blocks of 4, with a slot for the next token: three for the first; six for the second, one for its like; one for the last.
     assert moves(requests, 4, 4) == (9 + 1, 20 + 0)
-    assert moves(requests, 4, 8) == (9 + 20 + 0, 0 + 1)
-    assert moves(requests, 4, 9) == (9 + 20 + 0 + 1, 0)
+    assert moves(requests, 4, 10) == (9 + 20 + 0, 0 + 1)
+    assert moves(requests, 4, 11) == (9 + 20 + 0 + 1, 0)
+
+
+def test_a_request_that_fills_its_last_block_needs_another_one_for_its_next_token() -> None:
+    assert moves([("a", list(range(512)), 512), ("b", list(range(512)), 512)], 512, 2) == (512, 512)
+    assert moves([("a", list(range(512)), 512), ("b", list(range(512)), 512)], 512, 4) == (1024, 0)

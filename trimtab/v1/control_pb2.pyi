@@ -69,7 +69,7 @@ class _ReblockWhenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReblockWh
     DESCRIPTOR: _descriptor.EnumDescriptor
     REBLOCK_WHEN_UNSPECIFIED: _ReblockWhen.ValueType  # 0
     REBLOCK_WHEN_IDLE: _ReblockWhen.ValueType  # 1
-    """Only while fewer than max_recompute_tokens would be computed anew."""
+    """Only if it costs fewer than max_recompute_tokens: each that is computed anew, and each sixteenth that is carried over."""
     REBLOCK_WHEN_NOW: _ReblockWhen.ValueType  # 2
     """Whatever it costs."""
 
@@ -77,7 +77,7 @@ class ReblockWhen(_ReblockWhen, metaclass=_ReblockWhenEnumTypeWrapper): ...
 
 REBLOCK_WHEN_UNSPECIFIED: ReblockWhen.ValueType  # 0
 REBLOCK_WHEN_IDLE: ReblockWhen.ValueType  # 1
-"""Only while fewer than max_recompute_tokens would be computed anew."""
+"""Only if it costs fewer than max_recompute_tokens: each that is computed anew, and each sixteenth that is carried over."""
 REBLOCK_WHEN_NOW: ReblockWhen.ValueType  # 2
 """Whatever it costs."""
 Global___ReblockWhen: _TypeAlias = ReblockWhen  # noqa: Y015
@@ -281,7 +281,7 @@ class EngineLimits(_message.Message):
     live_blocks: _builtins.bool
     """It changes to another of them while it runs."""
     carries_blocks: _builtins.bool
-    """Such a change carries KV over to all of those sizes: it has nothing computed anew, and need not wait for a quiet moment."""
+    """Such a change carries KV over to all of those sizes, of requests that find room in the new blocks: it costs little."""
     @_builtins.property
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """KV block sizes that it accepts, of those that were asked for."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.blocks import LADDER, Geometry, Reblock, When
+from trimtab.blocks import CARRIED_AS_ONE, LADDER, Geometry, Reblock, When
 from trimtab.errors import EngineDead, ReblockRefused
 
 MAX_BLOCK_SIZE = LADDER[-1]
@@ -26,12 +26,13 @@ def on_the_ladder(takes: Callable[[int], bool]) -> tuple[int, ...]:
 
 
 def refuse_busy(found: Reblock, when: When, max_recompute_tokens: int, accepted: tuple[int, ...]) -> None:
-    """ReblockRefused where the change may wait and would cost too much now. What nothing is lost by never waits."""
-    anew = found.recompute_tokens
-    if when is When.IDLE and anew and anew >= max_recompute_tokens:
+    """ReblockRefused where the change may wait and would cost too much now. What costs nothing never waits."""
+    cost = found.recompute_tokens + found.carried_tokens / CARRIED_AS_ONE
+    if when is When.IDLE and cost and cost >= max_recompute_tokens:
+        carried = f" and {found.carried_tokens} carried over" if found.carried_tokens else ""
         raise ReblockRefused(
-            f"{anew} tokens of {found.requests} requests would be computed anew; at {max_recompute_tokens} and more the change "
-            "waits, unless it is told to come now",
+            f"{found.recompute_tokens} tokens of {found.requests} requests would be computed anew{carried}; at "
+            f"{max_recompute_tokens} and more, {CARRIED_AS_ONE} carried ones as one, the change waits, unless it is told to come now",
             cause="NOT_IDLE",
             accepted=accepted,
         )
@@ -60,8 +61,10 @@ def moves(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int
     for kind, tokens, count in requests:
         chains = _chains(kind, tokens[:count], block_size)
         own = count - _shared(chains, seen) * block_size
-        if -(-own // block_size) <= usable:
-            usable -= -(-own // block_size)
+        # With a slot for its next token, which else would find no room.
+        blocks = own // block_size + 1
+        if blocks <= usable:
+            usable -= blocks
             carried += own
             seen.update(chains)
         else:

@@ -6,10 +6,15 @@ of computed KV holds of what is carried. Who finds no room is left to be put bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from services.worker.engines.vllm_memory import kv_bytes_per_token
+
+BYTES_PER_MS = 500_000.0
+"""Moved at least; two CPU cores move twice to five times as much (docs/benchmarks.md)."""
 CARRIES = "trimtab_carries"
 """Of the engine's core: block sizes between which its attention back end's KV can be carried."""
 
@@ -23,10 +28,24 @@ def find_out(core: Any, sizes: Sequence[int]) -> bool:
     return known.issuperset(sizes)
 
 
-def can(core: Any, size: int) -> bool:
-    """From the size that it has to that one."""
+def can(core: Any, before: int, after: int) -> bool:
+    """From the one size to the other. A pair that was not tried at start is tried now."""
     known: frozenset[int] = getattr(core, CARRIES, frozenset())
-    return size in known and core.scheduler.block_size in known
+    if before not in known or after not in known:
+        return False
+    return all(core.model_executor.collective_rpc("trimtab_carries_between", args=(before, after)))
+
+
+@contextmanager
+def announced(scheduler: Any) -> Iterator[None]:
+    """While KV is moved the board says so, as of a step that takes as long as that: an engine that moves much is not hung, and one that gets
+    stuck is found."""
+    tokens = sum(r.num_computed_tokens for r in scheduler.running)
+    scheduler.trimtab_begins(tokens * kv_bytes_per_token(scheduler.kv_cache_config) / BYTES_PER_MS)
+    try:
+        yield
+    finally:
+        scheduler.trimtab_ended()
 
 
 def held(scheduler: Any) -> dict[str, list[int]]:
@@ -66,8 +85,9 @@ def _allocate(scheduler: Any, request: Any, tokens: int) -> int | None:
         blocks, hit, *_ = manager.get_computed_blocks(request)
         shared = min(hit, tokens // scheduler.block_size * scheduler.block_size)
         found = manager.truncate_computed_blocks(blocks, shared) if shared else None
+        # With a slot for the next token: without one the request is preempted in its next step.
         given = manager.allocate_slots(
-            request, tokens - shared, num_new_computed_tokens=shared, new_computed_blocks=found
+            request, tokens - shared, num_new_computed_tokens=shared, new_computed_blocks=found, num_lookahead_tokens=1
         )
     finally:
         request.num_computed_tokens = tokens

@@ -120,11 +120,15 @@ def layout_of(write: Write, scratch: Callable[[int, int], torch.Tensor], before:
     old, wanted = scratch(before, len(old_blocks)), scratch(after, len(new_blocks))
     heads, numbers = old.shape[1], old.shape[3] // 2
     generator = torch.Generator().manual_seed(tokens)
-    key, value = (torch.randn(tokens, heads, numbers, generator=generator).to(old) for _ in range(2))
+    # Whole numbers that every format holds exactly, and none is 0, which would look like nothing written.
+    key, value = (torch.randint(1, 256, (tokens, heads, numbers), generator=generator).to(old) for _ in range(2))
     for cache, size, blocks in ((old, before, old_blocks), (wanted, after, new_blocks)):
         at = torch.arange(tokens)
         slots = torch.tensor(blocks)[at // size] * size + at % size
         write(key, value, cache, slots.to(cache.device))
+    if int(wanted.count_nonzero()) != key.numel() + value.numel():
+        # It writes later, or something else: nothing equals nothing, whatever moved it.
+        return ""
     for name, runs in LAYOUTS.items():
         moved = scratch(after, len(new_blocks))
         try:

@@ -12,6 +12,7 @@ Every internal of vLLM that is touched stands in `tests/vllm/test_internals_rebl
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -76,7 +77,7 @@ def _reblock(core: Any, asked: dict[str, Any]) -> Reblock:
     reblocks.refuse_long(scheduler.max_model_len, becomes, accepted, usable=after.num_blocks - 1)
     if why := _unrecomputable(scheduler):
         raise ReblockRefused(why, cause="NOT_RECOMPUTABLE", accepted=accepted)
-    carries = asked["carry"] and bool(scheduler.running) and vllm_carry.can(core, size)
+    carries = asked["carry"] and bool(scheduler.running) and vllm_carry.can(core, was.block_size, size)
     carried, recompute = _moves(scheduler, size, after.num_blocks - 1 if carries else 0)
     found = Reblock(
         was, becomes, recompute, len(scheduler.running), _cached_tokens(scheduler), carried_tokens=carried,
@@ -222,9 +223,12 @@ def _change(
     if not held:
         _put_back(core)
     try:
-        _lay(core, after, carries=bool(held))
-        if held:
-            _carry(core, held)
+        with vllm_carry.announced(core.scheduler) if held else nullcontext():
+            _lay(core, after, carries=bool(held))
+            if held:
+                _carry(core, held)
+    except Torn:
+        raise
     except Exception as e:
         log.exception("A change of the KV block size failed, and is rolled back")
         # Whatever was moved lies where nobody looks for it: who runs still has all of it computed anew.
@@ -239,9 +243,10 @@ def _change(
         raise ReblockRefused(words, cause="FAILED", accepted=accepted) from e
 
 
-def _put_back(core: Any) -> None:
+def _put_back(core: Any, left: list[str] | None = None) -> None:
+    """Those that are named, or whoever runs."""
     try:
-        core.scheduler.trimtab_put_back()
+        core.scheduler.trimtab_put_back(left)
     except Exception as e:
         _tear(core, f"requests could not be put back for another block size: {e!r}")
 
@@ -256,7 +261,8 @@ def _lay(core: Any, config: KVCacheConfig, *, carries: bool = False) -> None:
 def _carry(core: Any, held: dict[str, list[int]]) -> None:
     placed = vllm_carry.place(core.scheduler, held)
     core.model_executor.collective_rpc("trimtab_carry", args=(placed.moves,))
-    core.scheduler.trimtab_placed(placed.left)
+    # Also where there are none: what the model's side has in its batch is forgotten by this.
+    _put_back(core, placed.left)
 
 
 def _agree(core: Any, config: KVCacheConfig) -> None:

@@ -50,6 +50,9 @@ class ReblockWorker:
         found = [s for s in others if self._trimtab_layout(now, s) == self._trimtab_layout(s, now) != ""]
         return [*found, now] if found else []
 
+    def trimtab_carries_between(self, before: int, after: int) -> bool:
+        return bool(self._trimtab_layout(before, after))
+
     def _trimtab_layout(self, before: int, after: int) -> str:
         """Of LAYOUTS the one by which KV is carried from blocks of the one size to blocks of the other, in every layer; "" for none."""
         layers = {_kind(layer): layer for layer in _layers(self.model_runner).values()}

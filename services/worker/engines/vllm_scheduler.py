@@ -113,18 +113,25 @@ class TrimtabScheduler:
         counts for nobody."""
         self._evicting = True
         meant = [r for r in self.running if request_ids is None or r.request_id in request_ids]
-        for request in reversed(meant):
-            self.running.remove(request)
-            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
-            # Between two steps, so that the next one may resume it.
-            self._planner.barred.discard(request.request_id)
-        self._evicting = False
+        try:
+            for request in reversed(meant):
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                # Between two steps, so that the next one may resume it.
+                self._planner.barred.discard(request.request_id)
+        finally:
+            self._evicting = False
         # What the model runner has in its batch is forgotten too, whoever it is of.
         self.prev_step_scheduled_req_ids.clear()
 
-    def trimtab_placed(self, left: Collection[str]) -> None:
-        """Whoever runs has its KV in blocks of the new size, save those that are named."""
-        self.trimtab_put_back(left)
+    def trimtab_begins(self, expected_ms: float) -> None:
+        """Something that is no step holds the engine up for about so long."""
+        self._row.begun, self._row.predicted_ms, self._row.ended = time.monotonic(), expected_ms, 0
+        self._announce()
+
+    def trimtab_ended(self) -> None:
+        """From now on it owes a step again."""
+        self._row.begun, self._row.ended = time.monotonic(), 1
         self._announce()
 
     def trimtab_lay(self, config: Any, manager: Any, hasher: Callable[[Any], list[Any]] | None) -> None:

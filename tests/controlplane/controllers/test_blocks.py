@@ -183,9 +183,18 @@ def test_a_change_that_was_begun_is_gone_through_with_when_the_load_has_gone() -
     assert [c.block_size for c in run.run(10)] == [32]
 
 
+def test_a_worker_that_was_asked_and_did_not_change_lets_the_others_go_first() -> None:
+    idle = [a_worker(f"w{i}", gauges=WASTEFUL | {STORED_TOKENS: 100.0 * i}) for i in range(3)]
+    run = a_run(*idle, obeys=False, **STARVED)
+    assert [c.node_id for c in run.run(200)][:4] == ["w0", "w1", "w2", "w0"]
+
+
 def test_a_worker_that_carries_its_kv_over_need_not_be_idle() -> None:
     busy = [a_worker(f"w{i}", carries=i == 1, gauges=WASTEFUL | {STORED_TOKENS: 50_000.0}) for i in range(3)]
     run = a_run(*busy, **STARVED)
+    assert [(c.node_id, c.block_size) for c in run.run(60)] == []
+    for n in run.nodes:
+        say(n, **{STORED_TOKENS: 30_000.0})
     assert [(c.node_id, c.block_size) for c in run.run(60)] == [("w1", 32)]
     run = a_run(a_worker(carries=True, gauges=WASTEFUL | {STORED_TOKENS: None}), **STARVED)
     assert run.run(60) == [], "one that says nothing of itself is left alone"
