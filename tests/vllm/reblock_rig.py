@@ -6,7 +6,7 @@ import asyncio
 import gc
 import importlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from services.worker.engines.vllm import OWN_BLOCKS, VllmEngine
 from trimtab.blocks import LADDER, Reblock, When
 from trimtab.errors import ReblockRefused
 from trimtab.messages import Sampling, Structure, StructureKind, Workload
+from trimtab.policy import Policy, with_fields
 
 T = TypeVar("T")
 MODEL_LEN = 2048
@@ -51,6 +52,28 @@ class Runner:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def running(model_path: str) -> Iterator[Runner]:
+    """One engine for all tests of a module; in float32, so that tokens can be compared."""
+    found = pytest.MonkeyPatch()
+    # So that a test may run a function of its own in the engine's process, to break things there and to look around.
+    found.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    found.setenv("HF_HUB_OFFLINE", "1")
+    runner = Runner(
+        VllmEngine(
+            model_path=model_path, model="m", max_num_seqs=12, max_step_tokens=512, max_model_len=MODEL_LEN,
+            dtype="float32", kv_cache_gib=1,
+        )
+    )  # fmt: skip
+    try:
+        runner(runner.engine.start())
+        runner(runner.engine.apply(with_fields(Policy(), BARE)))
+        yield runner
+    finally:
+        runner(runner.engine.stop())
+        runner.close()
+        found.undo()
 
 
 @dataclass
