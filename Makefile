@@ -56,10 +56,10 @@ check: setup ## lint, formats, types, layers, protos, generated code
 
 # Side by side by few processes, and those of vLLM alone at the end (tests/workers.py): a machine that is new and busy has no time to spare.
 test: setup ## every test, those with a real vLLM included
-	@echo '==> pytest'; $(BIN)/python -m pytest -n3 --durations=10 $(ARGS)
+	@echo '==> pytest'; $(BIN)/python -m pytest --all -n3 --durations=10 $(ARGS)
 
-test-fast: setup ## the tests that need no vLLM
-	@echo '==> pytest, without vLLM'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)
+test-fast: setup ## the tests that need no vLLM and little time: a good minute
+	@echo '==> pytest, without vLLM and without what is slow'; $(BIN)/python -m pytest -m 'not vllm' --durations=10 $(ARGS)
 
 test-v4: setup ## the mesh on DeepSeek-V4's architecture, in miniature: four minutes, not among `test`
 	@echo '==> pytest, DeepSeek-V4'; TRIMTAB_V4=1 $(BIN)/python -m pytest tests/vllm/dsv4 -n0 --durations=10 $(ARGS)

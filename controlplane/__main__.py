@@ -39,7 +39,11 @@ def main(config: str | None, **flags: Any) -> None:
         tls = tls_of(settings, settings.mesh)
         check_own("control", "", tls)
         store = open_store(
-            settings.redis, settings.mesh, replicas=settings.store_replicas, wait_ms=settings.store_wait_ms
+            settings.redis,
+            settings.mesh,
+            password=settings.redis_password,
+            replicas=settings.store_replicas,
+            wait_ms=settings.store_wait_ms,
         )
     except ConfigError as e:
         sys.exit(_usage(e.faults))

@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 TOKEN = "TRIMTAB_TOKEN"
 """Says who calls, where no certificate does."""
 PRESET_WAIT_MS = 3000
-"""For the workers' answers, as `policy set` waits by default."""
+"""For the nodes' answers, as `policy set` waits by default."""
 
 
 def ask(control: str | None, as_json: bool, call: Callable[[AdminClient], Awaitable[T]]) -> T:
@@ -64,12 +64,12 @@ def wait_option(function: F) -> F:
         default=PRESET_WAIT_MS,
         show_default=True,
         metavar="MS",
-        help="Wait so long for the workers' answers.",
+        help="Wait so long for the answers of workers and gateways.",
     )(function)
 
 
 def tell(answer: Any, *, dry_run: bool, waited: bool, as_json: bool) -> None:
-    """What a write came to; ends the process with its code where not all workers applied it."""
+    """What a write came to; ends the process with its code where not all nodes applied it."""
     from controlplane import render
 
     if as_json:
@@ -133,7 +133,7 @@ def set_(
     """Change fields, now, on every running engine, or on those of a pool, a label or one node (--for). The VALUE `default` takes a
     field out of the spec; a list of names has commas between them, and nothing after the sign empties it.
 
-    Exit codes: 0 every connected worker applied it, 2 no such field, 4 refused or in conflict (nothing changed), 5 some worker refused
+    Exit codes: 0 every connected node applied it, 2 no such field, 4 refused or in conflict (nothing changed), 5 some node refused
     it or has not answered within --wait.
     """
 
@@ -243,7 +243,7 @@ def fleet(check: bool, control: str | None, as_json: bool) -> None:
 
 
 def end_partial(answer: Any) -> None:
-    """With its exit code, where some worker has not applied what was written."""
+    """With its exit code, where some node has not applied what was written."""
     from controlplane import render
 
     if any(render.answer_of(node, answer.identity) != "applied" for node in answer.nodes):

@@ -221,18 +221,15 @@ def unpin(**options: Any) -> None:
 @control_option
 @json_option
 def explain(name: str, control: str | None, as_json: bool) -> None:
-    """Show why a FIELD is what it is: its value on every worker and where that comes from, and who changed it when, refused attempts too."""
+    """Show why a FIELD is what it is: its value on every node and where that comes from, and who changed it when, refused attempts too."""
     from controlplane import render
-    from trimtab.codec import decode_hello
-    from trimtab.messages import Role
 
     asked = field_of(name, as_json)
 
     async def look(client: AdminClient) -> tuple[Any, dict[str, Any], list[Any]]:
         now = await client.get_policy()
-        nodes = [decode_hello(n.hello) for n in (await client.fleet()).nodes if n.connected]
-        workers = [hello.node.node_id for hello in nodes if hello.role is Role.WORKER]
-        each = {node_id: await client.get_policy(node_id) for node_id in workers}
+        nodes = [n.hello.node_id for n in (await client.fleet()).nodes if n.connected]
+        each = {node_id: await client.get_policy(node_id) for node_id in nodes}
         entries = [*(await client.history(LOG)).entries]
         entries += [e for e in (await client.history(LOG, controllers=True)).entries if render.by_controller(e)]
         entries.sort(key=lambda e: e.written_unix_ms, reverse=True)
@@ -256,7 +253,7 @@ def explain(name: str, control: str | None, as_json: bool) -> None:
     lines = [render.policy_text(now, [asked]), ""]
     lines += [f"  {node_id}: {render.field_text(asked, answer)}" for node_id, answer in each.items()]
     if not each:
-        lines.append("  no worker is connected")
+        lines.append("  no node is connected")
     click.echo("\n".join([*lines, "", render.history_text(entries) if entries else "nobody has changed it"]))
 
 

@@ -30,10 +30,11 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """So many workers to start, or these to end; neither where all is well."""
+    """So many workers to start, or these to end; neither where all is well. `short` are missing and may not be started."""
 
     more: int = 0
     fewer: tuple[str, ...] = ()
+    short: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.more or self.fewer)
@@ -80,7 +81,7 @@ def change(goal: Goal, ours: Collection[str], others: Collection[str], *, most: 
     missing = goal.wanted - len(ours) - len(others)
     if missing >= 0:
         room = missing if most is None else max(0, most - len(ours))
-        return Change(more=min(missing, room))
+        return Change(more=min(missing, room), short=max(0, missing - room))
     return Change(fewer=tuple(name for name in goal.surplus if name in ours)[:-missing])
 
 

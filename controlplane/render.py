@@ -213,7 +213,7 @@ def durability_json(answer: Any) -> dict[str, Any] | None:
 
 
 def answer_of(node: Any, identity: Any) -> str:
-    """applied, refused or waiting: what a worker has said of this snapshot."""
+    """applied, refused or waiting: what a node has said of this snapshot."""
     target = (identity.epoch, identity.revision)
     if (node.applied.epoch, node.applied.revision) >= target:
         return "applied"
@@ -238,7 +238,7 @@ def set_text(answer: Any, *, dry_run: bool, waited: bool) -> str:
                 lines.append(f"  {node.node_id}: no answer yet; see `trimtab fleet`")
     lines += _unmatched(answer)
     if waited and not answer.nodes:
-        lines.append("  no worker is connected; each takes it when it joins")
+        lines.append("  no node is connected; each takes it when it joins")
     durable = durability_text(answer)
     if durable:
         lines.append(f"  {durable}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from typing import Any
 
 from controlplane.render import answer_of, history_json, identity_json, node_policy_json, place, store_json, store_text
+from controlplane.render_workers import FORCED_OPEN, breaker_json, breaker_text, in_force
 from trimtab.codec import decode_hello, decode_state
 from trimtab.kit.cli import WIDTH, table
 
@@ -27,19 +29,37 @@ def gone_text(node: Any) -> str:
     return f"{_gone(node).upper()} {node.seconds_since_report:.0f} s ago"
 
 
+def _live_text(node: Any) -> str:
+    """What it says of itself; of one that serves, what gateways make of it where that is something else."""
+    state = state_of(node)
+    said = in_force(node.breaker) if node.HasField("breaker") else ""
+    return said if said and state == "serving" else state
+
+
+def _takes_requests(node: Any) -> bool:
+    """A worker that gateways send requests to, as far as is known here; a single gateway's breaker is that gateway's."""
+    serves = node.connected and role_of(node) == "worker" and state_of(node) == "serving"
+    return serves and not (node.HasField("breaker") and in_force(node.breaker) == FORCED_OPEN)
+
+
 def fleet_text(answer: Any) -> str:
     lines: list[str] = []
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
     for node in answer.nodes:
         hello, load = node.hello, node.report.load
-        state = state_of(node) if node.connected else gone_text(node)
-        work = f"{load.running}/{load.waiting}" if role_of(node) == "worker" else ""
+        state = _live_text(node) if node.connected else gone_text(node)
+        # Of a gateway: requests that a worker has taken, and those that it looks for a worker for.
+        work = f"{load.running}/{load.waiting}"
         rows.append((hello.node_id, role_of(node), hello.pool, state, work, place(node.policy.applied), hello.address))
         if node.policy.refused.epoch:
             r = node.policy.refusal
             text = f"{hello.node_id} refused policy {place(node.policy.refused)} ({r.reason}): {r.message}"
             notes += textwrap.wrap(text, WIDTH, initial_indent="! ", subsequent_indent="  ")
+        if node.HasField("breaker"):
+            for line in breaker_text(node.breaker, time.time_ns() // 1_000_000):
+                text = line if line.startswith(hello.node_id) else f"{hello.node_id}, {line}"
+                notes += textwrap.wrap(text, WIDTH, initial_indent="! ", subsequent_indent="  ")
         if hello.told:
             told = ", ".join(f"{name}={value}" for name, value in sorted(hello.told.items()))
             notes += textwrap.wrap(f"{hello.node_id} was told {told}", WIDTH, subsequent_indent="  ")
@@ -65,7 +85,7 @@ def faults(answer: Any) -> list[str]:
     found = []
     if not any(n.connected for n in answer.nodes):
         found = ["no node is connected"]
-    elif not any(n.connected and role_of(n) == "worker" and state_of(n) == "serving" for n in answer.nodes):
+    elif not any(map(_takes_requests, answer.nodes)):
         found = ["no worker takes requests"]
     for node in answer.nodes:
         node_id = node.hello.node_id
@@ -112,6 +132,7 @@ def node_json(n: Any) -> dict[str, Any]:
         "connected": n.connected,
         "state": state_of(n) if n.connected else _gone(n),
         "load": {name: getattr(report.load, name) for name in load},
+        "breaker": breaker_json(n.breaker) if n.HasField("breaker") else None,
         "steps": report.steps,
         "counters": dict(report.counters),
         "policy": node_policy_json(n.policy),

@@ -12,6 +12,7 @@ from trimtab.kit.duration import brief
 
 SIDES = {1: "open", 2: "closed"}
 """By BreakerForce's numbers."""
+FORCED_OPEN = "forced open"
 OPEN_ENDED = ("NO_ANSWER", "LOST")
 """Reasons after which a worker may have done it all the same."""
 
@@ -51,6 +52,13 @@ def forced_text(w: Any, now_unix_ms: int) -> str:
     why = f' "{f.reason}"' if f.reason else ""
     left = brief(max(0, f.until_unix_ms - now_unix_ms))
     return f"{w.node_id} is forced {SIDES.get(f.forced, '?')} for {left} yet, by {f.author}{why}"
+
+
+def in_force(w: Any) -> str:
+    """In two words: an operator's word before a gateway's trip; nothing where neither holds."""
+    if w.HasField("forced"):
+        return f"forced {SIDES.get(w.forced.forced, '?')}"
+    return "breaker open" if w.trip.open_ms else ""
 
 
 def breaker_text(w: Any, now_unix_ms: int) -> list[str]:

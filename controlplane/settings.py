@@ -22,6 +22,7 @@ class ControlSettings(TlsSettings):
         "redis://127.0.0.1:6379/0",
         "store: redis://, rediss:// (TLS), redis+sentinel://HOST:PORT,…/SERVICE, unix://, or memory:// (lost on exit)",
     )
+    redis_password: str = setting("", "the store's password, as it is, where its URL names none; by the environment")
     store_replicas: int = setting(0, "the store's replicas that must have a write before it is called committed")
     store_wait_ms: int = setting(200, "milliseconds that they get for it")
     replica_id: str = setting("", "name of this replica among those of its mesh [default: made up at each start]")
@@ -32,7 +33,7 @@ class ControlSettings(TlsSettings):
     alert_webhook: str = setting("", "http:// or https:// address that alerts are posted to as JSON; empty posts none")
     alert_per_min: int = setting(10, "alerts that are told within a minute at most, on the log and to the webhook")
     log_level: str = setting("info", "debug, info, warning or error")
-    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
+    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor", for_people=False)
 
     def __post_init__(self) -> None:
         optional = tuple(key for key in ("advertise",) if getattr(self, key))

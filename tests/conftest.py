@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import structlog
@@ -33,8 +34,26 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="with those marked `slow`; tests that are named run in any case"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "those marked `slow` are left out; --all runs them too" if workers.spares_slow(config) else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path == workers.TESTS / "vllm" and workers.is_without_vllm(config) else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if workers.spares_slow(config):
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        config.hook.pytest_deselected(items=[item for item in items if item in slow])
+        items[:] = [item for item in items if item not in slow]
     if hasattr(config, "workerinput"):
         workers.slow_first(items)
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trimtab", "services", "controlplane", "trimtab_cli")
 
@@ -118,6 +120,7 @@ def test_trimtab_itself_is_empty() -> None:
     assert (ROOT / "trimtab" / "__init__.py").read_text().strip() == ""
 
 
+@pytest.mark.slow
 def test_a_pure_module_touches_no_clock_no_wire_no_world() -> None:
     def wrong(found: str) -> bool:
         top, *rest = found.split(".")

@@ -37,6 +37,16 @@ def is_whole(config: pytest.Config) -> bool:
     return whole and not config.option.keyword and config.option.markexpr in ("", "not vllm")
 
 
+def spares_slow(config: pytest.Config) -> bool:
+    """Whether those marked `slow` are left out: where nobody named them, and nobody wants all."""
+    return is_whole(config) and not config.getoption("--all")
+
+
+def is_without_vllm(config: pytest.Config) -> bool:
+    """Whether none that needs vLLM will run: then their modules, which import it for seconds, are not even looked at."""
+    return bool(config.option.markexpr == "not vllm")
+
+
 class VllmAlone(LoadFileScheduling):
     """A file's tests stay together. vLLM's run last in one process, once all others have ended: an engine takes every core."""
 

@@ -47,6 +47,7 @@ OTHER_VARIABLES = (
 """Environment variables that are read outside the sections, and the one that `trimtab scale follow` gives its commands."""
 
 WEBHOOKS = {"alert_webhook"}
+SECRETS = {"redis_password"}
 """Settings that are addresses whose path is the secret, as chats' are."""
 
 
@@ -88,6 +89,8 @@ def origins(sections: Mapping[str, type], file: Path | None, env: Mapping[str, s
     for section, cls in sections.items():
         loaded: Any = load(cls, section, env=env, file=file)
         for f in dataclasses.fields(cls):
+            if not f.metadata["for_people"]:
+                continue
             variable = f"TRIMTAB_{section.upper()}_{f.name.upper()}"
             if variable in env:
                 source = variable
@@ -171,6 +174,8 @@ def _checked(path: str | None, section: tuple[str, ...], as_json: bool) -> Path 
 
 def _public(key: str, value: Any) -> Any:
     """The value without what opens a door: the password of a URL, before its host or among its options; of a webhook all but its host."""
+    if key in SECRETS:
+        return "***" if value else ""
     if not isinstance(value, str) or "://" not in value:
         return value
     if key in WEBHOOKS:

@@ -75,8 +75,14 @@ class Following:
         fleet = await admin.fleet()
         all_ours = {spec.name for spec in self._supervisor.specs}
         others = desired.there(fleet, self._pool) - all_ours
-        change = desired.change(goal, self._supervisor.workers, others, most=self._sections.up.workers_limit)
+        most = self._sections.up.workers_limit
+        change = desired.change(goal, self._supervisor.workers, others, most=most)
         why = f"pool {self._pool} wants {goal.wanted} workers" + (f" ({goal.why})" if goal.why else "")
+        if change.short:
+            wants = f"pool {self._pool} wants {goal.wanted} workers"
+            self._say(
+                "scale_limited", f"warning: {wants}, and {most} are the most that are started here (--workers-limit)"
+            )
         if change.more:
             self._start(change.more, all_ours | desired.named(fleet), why, goal.wanted)
         for name in change.fewer:

@@ -28,7 +28,7 @@ def control(s: ControlSettings) -> Iterator[str]:
     from controlplane.access import AccessFault, read_access
 
     yield from _twice("control", listen=s.listen, metrics=s.metrics)
-    yield from _store("control", s.redis, s.mesh, s.store_replicas, s.store_wait_ms)
+    yield from _store("control", s.redis, s.mesh, s.store_replicas, s.store_wait_ms, s.redis_password)
     if s.access:
         try:
             read_access(Path(s.access))
@@ -56,11 +56,13 @@ def _twice(section: str, **addresses: str) -> Iterator[str]:
         yield f"{section} {first} and {second} must be two addresses, not both {a}"
 
 
-def _store(section: str, url: str, mesh: str, replicas: int = 0, wait_ms: int = 200) -> Iterator[str]:
+def _store(
+    section: str, url: str, mesh: str, replicas: int = 0, wait_ms: int = 200, password: str = ""
+) -> Iterator[str]:
     """Connects to nothing."""
     from controlplane.store import open_store
 
     try:
-        open_store(url, mesh, replicas=replicas, wait_ms=wait_ms)
+        open_store(url, mesh, password=password, replicas=replicas, wait_ms=wait_ms)
     except ValueError as e:
         yield f"{section} redis: {e}"

@@ -195,7 +195,7 @@ def _since(c: Chapter, first: int, last: int) -> str:
 def _field(
     path: str, look: Callable[[AdminClient], Awaitable[Known]], limit: int, control: str | None, as_json: bool
 ) -> None:
-    from controlplane import render, render_fleet
+    from controlplane import render
     from controlplane import story as s
 
     asked = FIELDS[path]
@@ -204,8 +204,8 @@ def _field(
         known = await look(client)
         if known.missing is not None:
             raise known.missing
-        workers = [n.hello.node_id for n in known.fleet.nodes if n.connected and render_fleet.role_of(n) == "worker"]
-        return known.story, await client.get_policy(), {name: await client.get_policy(name) for name in workers}
+        nodes = [n.hello.node_id for n in known.fleet.nodes if n.connected]
+        return known.story, await client.get_policy(), {name: await client.get_policy(name) for name in nodes}
 
     story, now, each = ask(control, as_json, both)
     found = s.of_field(story, path)[:limit]
@@ -215,7 +215,7 @@ def _field(
         _tell("", found, as_json, field=path, **render.policy_json(now, [asked])["fields"][path], nodes=nodes)
         return
     lines = [f"{path}: {render.field_text(asked, now)}"]
-    lines += [f"  {name}: {render.field_text(asked, a)}" for name, a in each.items()] or ["  no worker is connected"]
+    lines += [f"  {name}: {render.field_text(asked, a)}" for name, a in each.items()] or ["  no node is connected"]
     _tell("\n".join([*lines, ""]), found, as_json)
 
 

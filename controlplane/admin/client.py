@@ -71,7 +71,7 @@ class AdminClient:
         wait_ms: int = 0,
         scope: Scope | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Fields as a person types them, for `scope` (everyone when None); waits up to `wait_ms` for the connected workers' answers."""
+        """Fields as a person types them, for `scope` (everyone when None); waits up to `wait_ms` for the connected nodes' answers."""
         request = admin_pb2.SetPolicyRequest(
             fields=fields,
             author=author,

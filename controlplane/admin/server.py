@@ -186,6 +186,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 nodes[m.node_id] = mine if m.connected or there is None else freshest((mine, there))[m.node_id]
             for node in nodes.values():
                 node.replica_id = node.replica_id or me.replica_id
+                breaker = None if request.local else self._workers.in_force(node.hello.node_id)
+                if breaker is not None:
+                    node.breaker.CopyFrom(breaker)
             return admin_pb2.GetFleetResponse(
                 desired=encode_identity(newest.identity) if newest else None,
                 nodes=[nodes[name] for name in sorted(nodes)],

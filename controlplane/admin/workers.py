@@ -77,6 +77,11 @@ class Workers:
         found.update({name: self._breaker(name) for name in gone if name not in found})
         return [found[name] for name in sorted(found)]
 
+    def in_force(self, node_id: str) -> admin_pb2.WorkerBreaker | None:
+        """None where neither an operator's word holds for it nor a gateway's trip."""
+        pb = self._breaker(node_id)
+        return pb if pb.HasField("forced") or pb.trip.open_ms else None
+
     async def force(self, request: admin_pb2.ForceBreakerRequest) -> admin_pb2.ForceBreakerResponse:
         """InvalidRequest, with the nearest name, for a worker that nobody knows; StoreUnavailable when the store did not take it."""
         side = next((side for side, forced in SIDES.items() if forced == request.forced), None)

@@ -29,7 +29,6 @@ from trimtab.kit.rpc import cancel_and_wait
 from trimtab.kit.telemetry import fail, parse_traceparent, traceparent, tracer
 from trimtab.kit.tls import PLAIN
 from trimtab.kit.watch import Watch
-from trimtab.messages import Role as NodeRole
 from trimtab.policy import FIELDS, Kind
 from trimtab.snapshot import Identity, Scope, parse_scope
 from trimtab.v1 import admin_pb2
@@ -238,7 +237,7 @@ class Writer:
             log.warning("refused attempt not recorded", because=e.message)
 
     async def answers(self, identity: Identity, wait_ms: int, *, local: bool) -> list[admin_pb2.NodePolicyState]:
-        """Connected workers' answers, those of the other replicas too unless `local`, once all are there or the time is over."""
+        """Connected nodes' answers, workers' and gateways', those of the other replicas too unless `local`, once all are there or time is up."""
         ask = admin_pb2.AwaitPolicyRequest(identity=encode_identity(identity), wait_ms=wait_ms, local=True)
         within_s = wait_ms / 1000 + ASK_S
         asked = asyncio.create_task(self._peers.ask("AwaitPolicy", ask, within_s=within_s)) if not local else None
@@ -253,9 +252,9 @@ class Writer:
         return [nodes[name] for name in sorted(nodes)]
 
     async def _wait(self, identity: Identity, wait_ms: int) -> list[Member]:
-        """This replica's workers, once all have answered or the time is over. A worker that is lost meanwhile is not waited for."""
+        """This replica's nodes, once all have answered or the time is over. One that is lost meanwhile is not waited for."""
         # Each is looked at until it has answered and never again: a thousand answers must not cost a million looks.
-        pending = [m.node_id for m in self._workers()]
+        pending = [m.node_id for m in self._here()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_ms / 1000):
                 while True:
@@ -265,11 +264,11 @@ class Writer:
                     if not pending:
                         break
                     await self._answers.until(version)
-        return self._workers()
+        return self._here()
 
     def _is_over(self, node_id: str, identity: Identity) -> bool:
         m = self._fleet.member(node_id)
         return m is None or not m.connected or bool(m.replica) or m.answered(identity)
 
-    def _workers(self) -> list[Member]:
-        return [m for m in self._fleet.local() if m.connected and m.hello.role is NodeRole.WORKER]
+    def _here(self) -> list[Member]:
+        return [m for m in self._fleet.local() if m.connected]

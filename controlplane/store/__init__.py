@@ -317,10 +317,10 @@ def entry_of(stored: Stored) -> Entry:
     )
 
 
-def open_store(url: str, mesh: str, *, replicas: int = 0, wait_ms: int = 200) -> PolicyStore:
-    """The store behind `url`: memory://, or Redis as `connection.SCHEMES` has it. ValueError for any other.
+def open_store(url: str, mesh: str, *, password: str = "", replicas: int = 0, wait_ms: int = 200) -> PolicyStore:
+    """The store behind `url`: memory://, or Redis as `connection.SCHEMES` has it. ValueError for any other, and for two passwords.
 
-    `replicas` must acknowledge a write within `wait_ms` before it is called committed.
+    `password` is as it is, not escaped. `replicas` must acknowledge a write within `wait_ms` before it is called committed.
     """
     if url == "memory://":
         if replicas:
@@ -328,10 +328,10 @@ def open_store(url: str, mesh: str, *, replicas: int = 0, wait_ms: int = 200) ->
         from controlplane.store.memory import MemoryStore
 
         return MemoryStore()
-    from controlplane.store.connection import SCHEMES, shown
+    from controlplane.store.connection import SCHEMES, shown, with_password
 
     if not url.startswith(SCHEMES):
         raise ValueError(f"the store must be memory:// or one of {', '.join(SCHEMES)}, not {shown(url)!r}")
     from controlplane.store.redis import RedisStore
 
-    return RedisStore(url, mesh, replicas=replicas, wait_ms=wait_ms)
+    return RedisStore(with_password(url, password), mesh, replicas=replicas, wait_ms=wait_ms)

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import structlog
 from redis.asyncio import Redis
@@ -162,6 +162,19 @@ class Connection:
             if isinstance(client.connection_pool, SentinelConnectionPool):
                 for sentinel in client.connection_pool.sentinel_manager.sentinels:
                     await sentinel.aclose()
+
+
+def with_password(url: str, password: str) -> str:
+    """The URL with this password in it, which is as it is; ValueError where another is there already."""
+    if not password:
+        return url
+    scheme, sign, rest = url.partition("://")
+    where = re.split("[/?#]", rest, maxsplit=1)[0]
+    login, _, hosts = where.rpartition("@")
+    user, _, other = login.partition(":")
+    if other or _astray(url) or "password" in parse_qs(urlsplit(url).query):
+        raise ValueError("the store's URL has a password, and redis_password is one too: leave one of them out")
+    return f"{scheme}{sign}{user}:{quote(password, safe='')}@{hosts}{rest[len(where) :]}"
 
 
 def shown(url: str) -> str:

@@ -40,7 +40,8 @@ class Steering:
     async def _has_node(self) -> bool:
         """False too while the control plane does not answer yet: it may have been started a moment ago."""
         try:
-            return any(node["connected"] for node in (await self._ask("fleet"))["nodes"])
+            nodes = (await self._ask("fleet"))["nodes"]
+            return any(node["connected"] and node["role"] == "worker" for node in nodes)
         except Unreached:
             return False
 
@@ -52,7 +53,7 @@ class Steering:
         why = ["--author", "trimtab bench", "--reason", "the next arm", "--wait", str(APPLY_MS)]
         answer = await self._ask("policy", "set", *assignments, *why)
         if answer["changes"] and not answer["nodes"]:
-            raise BenchError("no worker is connected to the control plane any more, so none has taken the policy")
+            raise BenchError("no node is connected to the control plane any more, so none has taken the policy")
         self._in_force |= fields
 
     async def adjusted(self) -> list[str]:

@@ -32,9 +32,11 @@ class GatewaySettings(TlsSettings):
     drain_s: float = setting(30.0, "seconds that running streams get to finish on shutdown")
     processes: int = setting(1, "processes that share this gateway's two ports, a core for each")
     log_level: str = setting("info", "debug, info, warning or error")
-    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
-    process: int | None = setting(None, "which of the processes this is; set by the one that started them")
-    siblings: str = setting("", "directory of their sockets; set by the one that started them")
+    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor", for_people=False)
+    process: int | None = setting(
+        None, "which of the processes this is; set by the one that started them", for_people=False
+    )
+    siblings: str = setting("", "directory of their sockets; set by the one that started them", for_people=False)
 
     def __post_init__(self) -> None:
         wrong = check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))

@@ -69,7 +69,7 @@ class WorkerSettings(TlsSettings):
     )
     allow_untested_vllm: bool = setting(False, "start on a vLLM version that this build was not tested with")
     log_level: str = setting("info", "debug, info, warning or error")
-    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor")
+    parent_pid: int | None = setting(None, "stop when this process ends; set by a supervisor", for_people=False)
 
     def __post_init__(self) -> None:
         optional = ("advertise",) if self.advertise else ()

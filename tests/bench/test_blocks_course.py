@@ -50,6 +50,7 @@ def visited(report_dir: Path) -> list[tuple[str, int, int]]:
     return [(p["model"], p["round"], p["size"]) for p in raw if p["kind"] == "visit"]
 
 
+@pytest.mark.slow
 async def test_every_size_has_its_turn_in_every_round_with_both_models(tmp_path: Path) -> None:
     hosts = Hosts()
     report = await course.run(options(tmp_path), Parts(hosts.engine, no_model))
@@ -80,6 +81,7 @@ async def test_every_size_has_its_turn_in_every_round_with_both_models(tmp_path:
     assert again.all == [] and second.arms == report.arms, "nothing is left to measure"
 
 
+@pytest.mark.slow
 async def test_a_failure_keeps_what_was_measured_and_the_next_run_goes_on_there(tmp_path: Path) -> None:
     asked: list[str] = []
 
@@ -108,6 +110,7 @@ async def test_quick_visits_three_sizes_of_the_served_model_and_gives_no_verdict
     assert {g.met for g in report.goals} <= {None, False}
 
 
+@pytest.mark.slow
 async def test_the_picture_is_drawn_from_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "blocks.png"

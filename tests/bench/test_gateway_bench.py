@@ -110,6 +110,7 @@ def test_smgs_tokenizer_is_the_simulated_engines() -> None:
     assert made.token_to_id("<|end|>") == ByteTokenizer.EOS
 
 
+@pytest.mark.slow
 async def test_every_arm_carries_the_engines_tokens_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On its real processes, with few streams; what each arm counts is what the engine made."""
     use_tls(None)

@@ -38,6 +38,7 @@ def test_a_block_survives_its_json() -> None:
     assert Block.from_json(raw) == a_block()
 
 
+@pytest.mark.slow
 async def test_requests_that_are_due_in_the_window_count_and_are_waited_for() -> None:
     begun = time.monotonic()
     found = await block(FakeEngine(), timing=ROOMY)
@@ -50,6 +51,7 @@ async def test_requests_that_are_due_in_the_window_count_and_are_waited_for() ->
         assert r.e2e_ms <= (took_s - ARRIVALS[r.index].at_s) * 1000.0
 
 
+@pytest.mark.slow
 async def test_tokens_are_those_between_two_ends_of_steps_within_the_window() -> None:
     engine = FakeEngine()
     found = await block(engine, timing=ROOMY)
@@ -59,6 +61,7 @@ async def test_tokens_are_those_between_two_ends_of_steps_within_the_window() ->
     assert found.batch_ended > 0
 
 
+@pytest.mark.slow
 async def test_each_arm_sends_what_it_is_there_for() -> None:
     alone, batch = FakeEngine(), FakeEngine()
     await block(alone, REALTIME_ALONE)
@@ -68,6 +71,7 @@ async def test_each_arm_sends_what_it_is_there_for() -> None:
     assert (found.realtime, found.busy_share, found.realtime_tokens) == ((), 0.0, 0.0)
 
 
+@pytest.mark.slow
 async def test_with_nobody_to_wait_for_the_window_is_still_measured_to_its_end() -> None:
     found = await block(FakeEngine(), BATCH_ALONE, ROOMY)
     assert ROOMY.window_s / 3 <= found.measured_s <= ROOMY.window_s
@@ -91,6 +95,7 @@ async def test_the_backlog_is_always_as_deep_and_is_gone_afterwards() -> None:
     assert engine.counts()["running"] == 0
 
 
+@pytest.mark.slow
 async def test_one_that_does_not_end_counts_with_its_age() -> None:
     engine = FakeEngine()
     slow = [Arrival(0.2, Lengths(30, 5000))]

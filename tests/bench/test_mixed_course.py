@@ -23,6 +23,8 @@ from services.bench.stats import nested_bootstrap
 from tests.bench.mixed_builders import FakeParts, good_blocks
 from trimtab.kit.cli import ExitCode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _no_vllm_and_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

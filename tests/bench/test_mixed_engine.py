@@ -43,6 +43,7 @@ class Counted:
         return self._counts
 
 
+@pytest.mark.slow
 async def test_policies_are_switched_live_and_blocks_run_between_them(tmp_path: Path) -> None:
     async with Processes(tmp_path) as processes:
         flags = ["--engine", "simulated", "--step-ms", "2", "--token-us", "1"]
@@ -87,7 +88,7 @@ async def test_nobody_left_to_take_a_policy_is_an_error(tmp_path: Path, monkeypa
 
     async with Processes(tmp_path) as processes:
         monkeypatch.setattr(processes, "ask", ask)
-        with pytest.raises(BenchError, match="no worker is connected"):
+        with pytest.raises(BenchError, match="no node is connected"):
             await engines.Steering(processes, "127.0.0.1:1").steer(fields(FCFS))
 
 
@@ -121,6 +122,7 @@ async def test_one_that_is_asked_and_takes_too_long_is_ended(tmp_path: Path) -> 
             await processes.ask(["-c", "import time; time.sleep(60)"], 0.3)
 
 
+@pytest.mark.slow
 async def test_what_controllers_wrote_and_moved_is_told_by_the_control_plane_itself(tmp_path: Path) -> None:
     """What `bench loops` asks between its turns, of a real control plane by the verbs that people type."""
     async with Processes(tmp_path) as processes:

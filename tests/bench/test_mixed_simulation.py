@@ -112,6 +112,7 @@ def test_blocks_share_their_requests_over_all_arms() -> None:
     assert sum(b.tokens for b in found["fcfs"]) == sum(e.prompt + e.output - 1 for e in entries)
 
 
+@pytest.mark.slow
 async def test_the_report_says_that_it_is_simulated_and_judges_no_goal(
     directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

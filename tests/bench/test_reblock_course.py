@@ -128,6 +128,7 @@ class SimulatedProcess(Process):
     module = "tests.bench.simulated_host"
 
 
+@pytest.mark.slow
 async def test_the_hosts_process_answers_parts_and_is_another_one_after_a_restart(tmp_path: Path) -> None:
     async with Processes(tmp_path) as processes:
         process = SimulatedProcess(processes, Shape("m", max_num_seqs=24))
@@ -163,6 +164,7 @@ def options(tmp_path: Path, **fields: Any) -> Options:
     return Options(**{"resume": tmp_path / "run", "rounds": 2, **fields})
 
 
+@pytest.mark.slow
 async def test_the_whole_course_measures_every_part_once(tmp_path: Path) -> None:
     hosts = Hosts()
     report = await course.run(options(tmp_path), Parts(hosts.engine))
@@ -187,6 +189,7 @@ async def test_the_whole_course_measures_every_part_once(tmp_path: Path) -> None
     assert again.all == [] and second.arms == report.arms, "nothing is left to measure"
 
 
+@pytest.mark.slow
 async def test_a_failure_keeps_what_was_measured_and_the_next_run_goes_on_there(tmp_path: Path) -> None:
     asked: list[str] = []
 

@@ -208,6 +208,7 @@ async def test_a_conversation_keeps_its_turns_and_ends_by_ctrl_d(gateway: FakeGa
     ]
 
 
+@pytest.mark.slow
 async def test_ctrl_c_cancels_the_answer_and_then_leaves(gateway: FakeGateway) -> None:
     gateway.script = [accepted(), Delta(0, (1,), "partial"), asyncio.Event()]
     async with a_terminal("chat", "--gateway", gateway.address) as terminal:

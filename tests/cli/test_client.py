@@ -106,6 +106,7 @@ async def test_an_error_after_tokens_is_the_servers_own(client: Client, gateway:
         await client.complete(HELLO)
 
 
+@pytest.mark.slow
 async def test_the_deadline_is_real(client: Client, gateway: FakeGateway) -> None:
     gateway.script = [accepted(), asyncio.Event()]
     # Connected first: a deadline that passes on the way reaches no gateway.
@@ -124,6 +125,7 @@ async def test_a_stream_without_an_end_is_cut(client: Client, gateway: FakeGatew
     assert e.value.metadata == {"tokens_delivered": "2"}
 
 
+@pytest.mark.slow
 async def test_a_lost_gateway_cuts_the_stream() -> None:
     async with serving(FakeGateway([accepted(), Delta(0, (1, 2, 3), "abc"), asyncio.Event()])) as gateway:
         client = Client(gateway.address)

@@ -135,6 +135,19 @@ def test_a_password_is_not_shown() -> None:
         assert "cret" not in config("print", env={"TRIMTAB_CONTROL_REDIS": url}).stdout
 
 
+def test_a_password_by_itself_is_not_shown_either_and_goes_into_no_url_that_has_one() -> None:
+    shown = config("print", env={"TRIMTAB_CONTROL_REDIS_PASSWORD": "s3/cret"}).stdout
+    assert "cret" not in shown and '"***"' in shown
+    two = {"TRIMTAB_CONTROL_REDIS_PASSWORD": "s3/cret", "TRIMTAB_CONTROL_REDIS": "redis://:other@host"}
+    result = config("check", env=two)
+    assert (result.exit_code, "cret" in result.stderr, "leave one of them out" in result.stderr) == (2, False, True)
+
+
+def test_what_a_supervisor_sets_is_not_shown_to_people() -> None:
+    shown = config("print").stdout
+    assert "parent_pid" not in shown and "siblings" not in shown and "processes" in shown
+
+
 def test_of_a_webhook_only_its_host_is_shown() -> None:
     for url in ("https://hooks.example/T0/cret", "https://me:cret@hooks.example?k=cret", "https://hooks.example"):
         shown = config("print", env={"TRIMTAB_CONTROL_ALERT_WEBHOOK": url}).stdout

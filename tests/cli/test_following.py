@@ -23,6 +23,8 @@ from trimtab_cli.following import Following
 from trimtab_cli.plan import Plan, Sections, Tier, make
 from trimtab_cli.supervisor import Supervisor
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 
 
@@ -186,6 +188,7 @@ async def test_no_more_are_started_than_the_settings_allow(control: Control, tmp
         await up.until(lambda: up.pids() == {"w0", "w1"})
         await up.looks()
         assert up.supervisor.workers == ["w0", "w1"]
+        assert len(up.told("scale_limited")) == 1, "told once"
 
 
 async def test_a_worker_that_can_not_start_is_told_and_tried_again_and_the_mesh_serves_on(

@@ -103,6 +103,7 @@ def exists(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 async def test_a_control_plane_whose_store_never_answers_is_given_up_early_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

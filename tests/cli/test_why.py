@@ -115,6 +115,7 @@ async def test_all_that_is_kept_is_exported(mesh: Mesh, tmp_path: Path) -> None:
     assert len((await typed(mesh, "--export", "-")).stdout.splitlines()) == 5
 
 
+@pytest.mark.slow
 async def test_a_field_that_is_mistyped_names_the_nearest(mesh: Mesh) -> None:
     result = await typed(mesh, "batch.activ")
     assert (result.exit_code, "did you mean batch.active?" in result.stderr) == (2, True)
@@ -164,6 +165,7 @@ async def test_what_is_nothing_of_these_is_said(mesh: Mesh) -> None:
     assert "no policy field, no node, and no request" in result.output
 
 
+@pytest.mark.slow
 async def test_without_its_store_a_request_and_a_node_are_told_all_the_same(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

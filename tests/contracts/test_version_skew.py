@@ -70,6 +70,7 @@ def ancestor() -> Build:
     return Build(files)
 
 
+@pytest.mark.slow
 @given(request=test_codec.requests)
 @settings(max_examples=25)
 def test_a_baseline_peer_reads_and_returns_our_requests(request):

@@ -25,6 +25,7 @@ async def test_a_dead_replica_is_passed_over() -> None:
         assert len((await client.history()).entries) == 2, "written once"
 
 
+@pytest.mark.slow
 async def test_a_replica_that_hangs_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         async with a_mesh() as mesh, AdminClient(f"127.0.0.1:{mute.getsockname()[1]},{mesh.address}") as client:
@@ -49,6 +50,7 @@ async def test_the_one_in_use_is_left_when_it_ends() -> None:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_when_none_answers_all_are_named() -> None:
     first, second = nowhere(), nowhere()
     async with AdminClient(f"{first},{second}") as client:

@@ -290,6 +290,7 @@ async def test_an_older_copy_of_the_store_holds_where_all_replicas_were_stopped_
         assert (node.active[-1], spec_now(mesh).base) == (8, {"batch.active": 8})
 
 
+@pytest.mark.slow
 async def test_a_replica_that_was_not_stopped_takes_an_older_copy_for_a_loss(quiet: None, valkey_address: str) -> None:
     name = f"older-{uuid4().hex[:8]}"
     async with a_mesh(RedisStore(valkey_address, name)) as mesh:

@@ -302,6 +302,7 @@ async def test_a_trip_at_one_replica_is_heard_by_gateways_of_another(pair: tuple
         assert (await mesh.admin.breakers()).workers[0].trip.trips == 2
 
 
+@pytest.mark.slow
 async def test_what_is_forced_by_one_replica_holds_at_all_and_is_brought_back_to_a_store_that_lost_it(
     pair: tuple[Mesh, Mesh],
 ) -> None:

@@ -15,6 +15,7 @@ SEEDS = [int(x) for x in os.environ.get("TRIMTAB_CHAOS", "1").split(",")]
 STEPS = int(os.environ.get("TRIMTAB_CHAOS_STEPS", "8"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 30 * STEPS)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_nothing_committed_is_lost_and_nothing_goes_back(tmp_path: Path, seed: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from controlplane.cli import fleet
 from controlplane.cli_workers import breaker
 from tests.controlplane.mesh import FakeNode, Mesh, a_mesh
 from tests.controlplane.test_breakers import a_gateway, noticed, sees_workers, trip
@@ -58,6 +59,39 @@ async def test_the_table_shows_what_gateways_said_and_what_is_forced(shell: Shel
     assert (await shell("reset", "w0")).stdout == "w0: every gateway decides by what it sees again\n"
     assert (await shell("reset", "w0")).stdout == "nothing is forced on w0\n"
     assert (await shell.json())[0]["forced"] is None
+
+
+async def looked_at(shell: Shell, *words: str) -> Result:
+    """The fleet."""
+    return await asyncio.to_thread(CliRunner().invoke, fleet, [*words, "--control", shell.mesh.address])
+
+
+async def test_the_fleet_does_not_call_serving_who_gets_no_requests(shell: Shell) -> None:
+    assert "serving" in (await looked_at(shell)).stdout.splitlines()[2]
+    await shell("open", "w0", "--reason", "a bad card", "--author", "ada")
+    text = (await looked_at(shell)).stdout
+    row = next(line for line in text.splitlines() if line.startswith("w0"))
+    assert "forced open" in row and "serving" not in row
+    assert max(map(len, text.splitlines())) <= 80
+    assert "! w0 is forced open for" in text and 'by ada "a bad card"' in " ".join(text.split())
+    checked = await looked_at(shell, "--check", "--json")
+    assert (checked.exit_code, checked.stderr) == (5, "check: no worker takes requests\n")
+    forced = {n["node_id"]: n["breaker"] and n["breaker"]["forced"]["to"] for n in json.loads(checked.stdout)["nodes"]}
+    assert forced == {"g0": None, "w0": "open"}
+    await shell("close", "w0")
+    assert (await looked_at(shell, "--check")).exit_code == 0
+    await shell("reset", "w0")
+    assert "serving" in (await looked_at(shell)).stdout.splitlines()[2]
+
+
+async def test_the_fleet_tells_of_a_trip_while_it_lasts(shell: Shell) -> None:
+    trip(shell.gateway)
+    await shell.gateway.viewed(noticed)
+    text = (await looked_at(shell)).stdout
+    assert "breaker open" in next(line for line in text.splitlines() if line.startswith("w0"))
+    assert "! w0, its breaker: g0: open for" in text
+    # It is that gateway's word, and others may send requests.
+    assert (await looked_at(shell, "--check")).exit_code == 0
 
 
 async def test_closing_is_forced_too_and_answers_in_json(shell: Shell) -> None:

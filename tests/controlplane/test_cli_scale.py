@@ -155,6 +155,7 @@ def test_gauges_are_bounded() -> None:
     assert sum(line.startswith("trimtab_control_desired_workers{") for line in lines) == MAX_POOLS
 
 
+@pytest.mark.slow
 async def test_a_replica_that_led_before_does_not_speak_for_a_leader_that_gives_no_answer() -> None:
     """Its old want would be taken for the new leader's word, and workers in use be ended."""
     store = MemoryStore()

@@ -16,6 +16,8 @@ from tests.controlplane.test_loop import HALF, Told, scale, until
 from trimtab.snapshot import Scope
 from trimtab.v1 import control_pb2
 
+pytestmark = pytest.mark.slow
+
 SEVEN = Want("default", 7, "of the old leader")
 RESTART = Restart("w0", "i1", 0.0, "it leaks")
 FOUR = {"scale.max_workers": "4"}

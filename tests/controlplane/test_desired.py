@@ -44,8 +44,8 @@ def test_missing_ones_are_started_whoever_runs_the_others() -> None:
     assert change(Goal(3, 1), ["w0"], set()) == Change(more=2)
     assert change(Goal(3, 2), ["w0"], {"x"}) == Change(more=1)
     assert change(Goal(3, 1), ["w0", "w1", "w2"], set()) == NONE, "two of them are starting"
-    assert change(Goal(9, 1), ["w0"], set(), most=3) == Change(more=2)
-    assert change(Goal(9, 5), ["w0", "w1", "w2", "w3", "w4"], set(), most=3) == NONE
+    assert change(Goal(9, 1), ["w0"], set(), most=3) == Change(more=2, short=6)
+    assert change(Goal(9, 5), ["w0", "w1", "w2", "w3", "w4"], set(), most=3) == Change(short=4)
 
 
 def test_only_ours_are_ended_and_only_those_that_the_leader_names() -> None:

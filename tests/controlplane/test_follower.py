@@ -274,6 +274,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_the_verb_follows_until_it_is_ended_and_another_goes_on_from_there(tmp_path: Path) -> None:
     async with a_control() as (control, _):
         machine = Machine(tmp_path, control)

@@ -94,6 +94,7 @@ async def a_scaled_mesh(told: Told) -> AsyncIterator[Mesh]:
         yield mesh
 
 
+@pytest.mark.slow
 async def test_keda_gets_the_leaders_word_and_a_worth_of_one_for_each_worker() -> None:
     told = Told(wants=(Want("default", 3, "a queue"),))
     async with a_scaled_mesh(told) as mesh, scaler_of(mesh.address) as scaler:
@@ -107,6 +108,7 @@ async def test_keda_gets_the_leaders_word_and_a_worth_of_one_for_each_worker() -
         assert await refusal(scaler.GetMetricSpec(ref(""))) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
 
 
+@pytest.mark.slow
 async def test_before_anybody_has_decided_there_is_an_error_and_no_zero() -> None:
     async with a_scaled_mesh(Told()) as mesh, scaler_of(mesh.address) as scaler:
         unknown = ("UNAVAILABLE", "WANT_UNKNOWN")
@@ -116,6 +118,7 @@ async def test_before_anybody_has_decided_there_is_an_error_and_no_zero() -> Non
         assert (await scaler.GetMetricSpec(ref())).metricSpecs, "KEDA makes its autoscaler all the same"
 
 
+@pytest.mark.slow
 async def test_a_pool_that_wants_nobody_is_active_all_the_same() -> None:
     """KEDA would end its last worker, and a pool without one has nobody who says that requests wait."""
     told = Told(wants=(Want("default", 0, "nobody asks"),))
@@ -137,6 +140,7 @@ async def test_reflection_shows_it() -> None:
         assert "externalscaler.ExternalScaler" in {s.name for s in answer.list_services_response.service}
 
 
+@pytest.mark.slow
 async def test_a_control_plane_process_answers_keda_by_its_certificate(tmp_path: Path) -> None:
     valkey_binary()
     authority = Authority(tmp_path)

@@ -21,6 +21,8 @@ from trimtab.sketch import Sketch
 from trimtab.snapshot import Adjustment, Scope, ScopeKind
 from trimtab.v1 import admin_pb2, admin_pb2_grpc, control_pb2
 
+pytestmark = pytest.mark.slow
+
 W0 = Scope(ScopeKind.NODE, ("w0",))
 HALF = Move("batch.active", W0, "too slow", "P99 900 ms", factor=0.5)
 

@@ -126,6 +126,7 @@ async def test_a_node_that_moves_is_where_it_is_now(pair: Pair) -> None:
     assert [n.connected for n in (await a.admin.fleet()).nodes] == [True]
 
 
+@pytest.mark.slow
 async def test_a_replica_that_ends_takes_its_nodes_with_it(pair: Pair) -> None:
     a, b = pair
     await b.start_node(FakeNode(b.address)).holds(1, 1)
@@ -134,6 +135,7 @@ async def test_a_replica_that_ends_takes_its_nodes_with_it(pair: Pair) -> None:
     await until(lambda: not known(a) and not a.plane.peers.states())
 
 
+@pytest.mark.slow
 async def test_one_of_them_leads(pair: Pair) -> None:
     await until(lambda: any(m.plane.leader.leads for m in pair))
     assert sum(m.plane.leader.leads is not None for m in pair) == 1
@@ -143,6 +145,7 @@ async def test_one_of_them_leads(pair: Pair) -> None:
     await until(lambda: other.plane.leader.leads or leader.plane.leader.leads)
 
 
+@pytest.mark.slow
 async def test_what_nodes_answered_is_told_by_any_replica(pair: Pair) -> None:
     a, b = pair
     await b.start_node(FakeNode(b.address)).holds(1, 1)

@@ -147,6 +147,7 @@ class Planning:
         return Decision(None, commands=commands, plans=self.plans)
 
 
+@pytest.mark.slow
 async def test_a_command_goes_to_the_process_that_is_meant_and_is_told() -> None:
     told = Planning()
     async with a_mesh(controllers=(told,)) as mesh:
@@ -172,6 +173,7 @@ async def test_a_command_goes_to_the_process_that_is_meant_and_is_told() -> None
         ]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_takes_its_time_keeps_no_tick_waiting() -> None:
     told = Planning()
     async with a_mesh(controllers=(told,)) as mesh:
@@ -191,6 +193,7 @@ async def test_a_worker_that_takes_its_time_keeps_no_tick_waiting() -> None:
         assert mesh.plane.loop.decisions[0].failed == "NOT_IDLE: 4000 tokens are resident"
 
 
+@pytest.mark.slow
 async def test_a_plan_is_shown_handed_on_and_forgotten_where_nobody_plans() -> None:
     store, first = MemoryStore(), Planning(plans=(PLAN,))
     async with a_mesh(store, (first,)) as mesh:
@@ -210,6 +213,7 @@ async def test_a_plan_is_shown_handed_on_and_forgotten_where_nobody_plans() -> N
         assert await store.marks() == []
 
 
+@pytest.mark.slow
 async def test_advice_is_said_once_and_kept_and_nothing_is_done() -> None:
     told = Planning(plans=(PLAN, replace(PLAN, pool="settled", planned=128)))
     async with a_mesh(controllers=(told,)) as mesh:
@@ -225,6 +229,7 @@ async def test_advice_is_said_once_and_kept_and_nothing_is_done() -> None:
         assert {p.pool for p in (await mesh.plane.blocks.show()).pools} == {"default", "settled"}
 
 
+@pytest.mark.slow
 async def test_by_the_guide_a_worker_of_the_mesh_gets_the_size_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

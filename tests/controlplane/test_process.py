@@ -19,6 +19,8 @@ from controlplane.admin.client import AdminClient
 from trimtab.kit.process import free_port
 from trimtab.kit.rpc import channel
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 20.0
 
 

@@ -79,6 +79,7 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             yield made
 
 
+@pytest.mark.slow
 async def test_a_change_reaches_the_engine_under_streams_and_everybody_who_keeps_its_size(rig: Rig) -> None:
     streams = [asyncio.create_task(rig.stream("word " * n)) for n in (4, 40, 100)]
     await until(lambda: len(rig.heard) > 30)
@@ -132,6 +133,7 @@ async def test_a_refused_size_leaves_all_as_before_and_names_those_that_would_do
     assert action.what == f"KV block size to {size}; not done: SIZE"
 
 
+@pytest.mark.slow
 async def test_a_dry_run_says_what_it_would_cost_and_changes_and_records_nothing(rig: Rig) -> None:
     stream = asyncio.create_task(rig.stream("word " * 100))
     await until(lambda: len(rig.heard) > 10)
@@ -146,6 +148,7 @@ async def test_a_dry_run_says_what_it_would_cost_and_changes_and_records_nothing
     assert await stream == list(range(TOKENS))
 
 
+@pytest.mark.slow
 async def test_idle_waits_for_few_tokens_by_the_policy_or_by_what_is_said(rig: Rig) -> None:
     asked: list[int] = []
     reblock = rig.worker.engine.reblock
@@ -185,6 +188,7 @@ async def test_one_change_at_a_time(rig: Rig) -> None:
     assert (await rig.mesh.admin.reblock(("w0",), 128, author="bob")).nodes[0].done, "it is free again"
 
 
+@pytest.mark.slow
 async def test_an_engine_that_changes_by_itself_is_told_of_all_the_same(rig: Rig) -> None:
     await rig.worker.engine.reblock(256)
     await rig.viewed(256)

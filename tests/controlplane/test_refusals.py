@@ -119,6 +119,7 @@ def test_a_refusal_is_remembered_for_half_a_minute_and_told() -> None:
 # ---- the loop
 
 
+@pytest.mark.slow
 async def test_a_node_that_can_not_take_its_move_keeps_nobody_else_from_theirs() -> None:
     told = Told()
     async with a_mesh(controllers=(told,)) as mesh:
@@ -138,6 +139,7 @@ async def test_a_node_that_can_not_take_its_move_keeps_nobody_else_from_theirs()
         await until(lambda: [x.key for x in mesh.plane.loop._alerts.firing] == ["refused-moves/batch"])
 
 
+@pytest.mark.slow
 async def test_one_adjustment_too_many_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "MAX_ADJUSTMENTS", 2)
     told = Told(moves=(a_move("a"), a_move("b")))

@@ -15,6 +15,8 @@ from tests.controlplane.replicas import LEASE_S, Planes, Store, a_store, now, pl
 from trimtab.errors import StoreUnavailable, TrimtabError
 from trimtab.kit.rpc import channel
 
+pytestmark = pytest.mark.slow
+
 NEW_LEADER_WITHIN_S = 5.0
 
 Both = tuple[Store, Planes]

@@ -78,6 +78,7 @@ async def test_a_worker_that_cannot_do_it_says_why(mesh: Mesh) -> None:
     assert answer.nodes[1].message == "it is gone"
 
 
+@pytest.mark.slow
 async def test_a_worker_that_does_not_answer_in_time_is_not_waited_for_and_answers_in_vain(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ async def test_refused_attempts_push_no_write_out_of_the_past(
     assert await store.revision(1, 1) == stored.snapshot
 
 
+@pytest.mark.slow
 async def test_reading_what_nodes_answered_lets_others_run_in_between(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

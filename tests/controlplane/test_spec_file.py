@@ -123,6 +123,7 @@ def test_what_would_lose_or_run_something_is_refused(text: str) -> None:
     assert faults(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

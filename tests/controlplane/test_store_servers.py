@@ -86,6 +86,7 @@ async def refused(store: PolicyStore, words: str) -> str:
     return caught.value.message + store.state.description
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", checks(), ids=lambda check: check.__name__.removeprefix("test_"))
 async def test_what_holds_for_every_store(
     check: Callable[..., Any], server: Server, store: RedisStore, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +117,7 @@ async def test_what_nodes_answered_is_kept(store: RedisStore) -> None:
     assert await store.answers() == said[::-1]
 
 
+@pytest.mark.slow
 async def test_a_wrong_password_is_said_and_not_shown(server: Server) -> None:
     async with opened(server.url(password="wr0ng")) as store:
         assert "wr0ng" not in await refused(store, "check user, password and ACL")
@@ -145,6 +147,7 @@ async def test_a_user_who_may_not_write_reads_all_the_same(server: Server, store
         assert [e.identity for e in await reading.history(10)] == [first.identity]
 
 
+@pytest.mark.slow
 async def test_a_resent_put_is_committed_when_replicas_have_it_and_not_before(server: Server, tmp_path: Path) -> None:
     """Sent again on another connection, which wrote nothing that WAIT could speak for."""
     flags = ("--replicaof", "127.0.0.1", str(server.port))
@@ -195,6 +198,7 @@ def over_tls(server: Server, port: int, **options: object) -> str:
     return url + "?" + "&".join(f"{name}={quote(str(value))}" for name, value in options.items())
 
 
+@pytest.mark.slow
 async def test_tls_of_a_private_authority(
     valkey: Server, authorities: tuple[Authority, Authority], certificate: Tls
 ) -> None:
@@ -307,6 +311,7 @@ async def test_sentinels_over_tls(
                 await refused(store, "(?i)certificate.verify.failed")
 
 
+@pytest.mark.slow
 async def test_a_killed_primary_is_followed_by_its_replica_with_all_that_was_committed(
     valkey: Server, sentinel: Sentinel, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from controlplane.store import open_store
-from controlplane.store.connection import Connection, SentinelUrl, shown
+from controlplane.store.connection import Connection, SentinelUrl, shown, with_password
 
 
 def test_a_sentinel_url_in_full() -> None:
@@ -54,6 +54,39 @@ def test_a_url_that_means_nothing_is_an_error_that_shows_no_password(url: str, s
     with pytest.raises(ValueError, match=says) as caught:
         open_store(url, "default")
     assert "secret" not in str(caught.value)
+
+
+HARD = "p@ss/w:rd#?%41 ü"
+
+
+@pytest.mark.parametrize(
+    ("url", "user"),
+    [
+        ("redis://h:6380/3", None),
+        ("redis://ada@h:6380/3", "ada"),
+        ("redis://ada:@h:6380/3", "ada"),
+        ("rediss://h:6380/3?ssl_ca_certs=ca.pem", None),
+        ("unix:///run/valkey.sock?db=3", None),
+        ("redis+sentinel://a:1,b:2/main/3?sentinel_password=p", None),
+        ("redis+sentinel://ada@a:1,b:2/main/3", "ada"),
+    ],
+)
+def test_a_password_by_itself_goes_to_the_store_as_it_is(url: str, user: str | None) -> None:
+    said = with_password(url, HARD)
+    at = Connection(said, block_s=1.0)
+    asked = at.redis.connection_pool.connection_kwargs
+    assert (asked["password"], asked.get("username") or None, asked["db"]) == (HARD, user, 3)
+    assert at.shown == shown(url) and with_password(url, "") == url
+    assert asked.get("host", "h") == "h" and asked.get("path", "/run/valkey.sock") == "/run/valkey.sock"
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:other@h", "redis://ada:other@h/0", "redis://h?password=other", "redis://a/b@h"]
+)
+def test_two_passwords_are_one_too_many(url: str) -> None:
+    with pytest.raises(ValueError, match="leave one of them out") as caught:
+        open_store(url, "default", password=HARD)
+    assert HARD not in str(caught.value) and "other" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ def drain(fd: int) -> None:
         return
 
 
+@pytest.mark.slow
 async def test_in_a_terminal_it_goes_on_until_q_and_leaves_the_terminal_as_it_was(mesh: Mesh, tells: Tells) -> None:
     terminal = Terminal(mesh.address)
     try:

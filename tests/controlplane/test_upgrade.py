@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from tests.contracts.test_version_skew import a_value_away_from_the_default
@@ -20,6 +21,8 @@ from trimtab.kit.process import free_port
 from trimtab.messages import Request, Sampling
 from trimtab.policy import FIELDS, POLICY_SCHEMA, text
 from trimtab_cli.__main__ import cli
+
+pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
 NEWEST = next(f for f in FIELDS.values() if f.schema == POLICY_SCHEMA)

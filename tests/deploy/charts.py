@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,12 @@ def scenario(name: str) -> Values:
 
 
 def defaults() -> Values:
-    said: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+    return copy.deepcopy(_defaults())
+
+
+@functools.cache
+def _defaults() -> Values:
+    said: Values = yaml.load((CHART / "values.yaml").read_text(), Loader=yaml.CSafeLoader)
     return said
 
 

@@ -42,6 +42,7 @@ ALONGSIDE: dict[str, Values] = {
     "gateway.service.loadBalancerClass": {"gateway": {"service": {"type": "LoadBalancer"}}},
     "control.access.key": {"control": {"access": {"existingSecret": "access"}}},
     "redis.key": {"valkey": {"enabled": False}, "redis": {"existingSecret": "store"}},
+    "redis.passwordKey": merged(OUTSIDE_STORE, {"redis": {"passwordSecret": "store"}}),
     "verbs.token.key": {"verbs": {"token": {"existingSecret": "token"}}},
     "verbs.apiKey.key": {"verbs": {"apiKey": {"existingSecret": "key"}}},
     "monitoring": ALL_MONITORING,

@@ -88,6 +88,7 @@ def test_setup_image_and_installer_resolve_by_the_same_uv() -> None:
     assert f"\nUV={UV}\n" in ENVIRONMENT.read_text()
 
 
+@pytest.mark.slow
 def test_what_fetches_the_default_model_is_in_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that is made as the image's is, and in it the module that the worker runs."""
     asked: list[list[str]] = []

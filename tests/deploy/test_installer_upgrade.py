@@ -67,6 +67,7 @@ def environments(root: Path) -> dict[str, str]:
     return {p.name: (p / "bin/trimtab").read_text() for p in (root / "opt").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_newer_package_takes_the_older_one_s_place(tmp_path: Path, run: Run) -> None:
     """By scripts that name where they are, and not where they were built."""
     for n in ("1", "2"):
@@ -77,6 +78,7 @@ def test_a_newer_package_takes_the_older_one_s_place(tmp_path: Path, run: Run) -
     assert "nothing to do" in run("2", "fails").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "why"),
     [("fails", "it could not be built (above); /opt/trimtab is as it was"), ("broken", "what was built does not load")],
@@ -95,11 +97,13 @@ def environments_that_work(root: Path) -> dict[str, str]:
     return {p.name: (p / "bin/trimtab").read_text() for p in (root / "opt").iterdir() if p.suffix != ".new"}
 
 
+@pytest.mark.slow
 def test_a_first_one_that_does_not_load_leaves_nothing(tmp_path: Path, run: Run) -> None:
     assert run("1", "broken").returncode == 2
     assert not (tmp_path / "root/opt/trimtab").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_between_the_two_is_mended(tmp_path: Path, run: Run) -> None:
     assert run("1", "whole").returncode == 0
     opt = tmp_path / "root/opt"

@@ -89,6 +89,7 @@ def units(machines: dict[str, Path]) -> list[Unit]:
     return [Unit(machines[name], unit) for name, them in UNITS.items() for unit in them]
 
 
+@pytest.mark.slow
 def test_every_unit_s_settings_hold_and_the_check_is_of_those(machines: dict[str, Path]) -> None:
     for unit in units(machines):
         done = check(unit)

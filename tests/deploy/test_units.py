@@ -60,6 +60,7 @@ def analyze(root: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProc
     return subprocess.run(["systemd-analyze", *words, *names], capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.slow
 @systemd
 def test_systemd_takes_the_units_and_their_drop_ins(root: Path, tmp_path: Path) -> None:
     done = analyze(root, tmp_path, "verify", "--man=no")
@@ -140,6 +141,7 @@ def test_no_unit_shares_its_state_with_another_user_s(root: Path) -> None:
     assert {directory: len(who) for directory, who in users.items()} == {"trimtab": 1, "trimtab-scale": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "node_id", "most"),
     [(["--gpus", "0"], "w{n}", 10), (["--gpus", "2"], "w{n}", 2), (["--gpus", "4", "--name", "box"], "box-w{n}", 4)],

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_readme import ROOT, Up
 from tests.docs.test_readme import up as up
+
+pytestmark = pytest.mark.slow
 
 DOCUMENT = (ROOT / "docs" / "clients.md").read_text()
 

@@ -98,6 +98,7 @@ def computed_anew(line: float, kept: float) -> float:
     return counters.recomputed_tokens / counters.computed_tokens
 
 
+@pytest.mark.slow
 def test_a_lower_pressure_line_saves_work_where_nothing_is_kept_free() -> None:
     line = Policy().memory.pressure_threshold
     bare, lowered = computed_anew(line, 0.0), computed_anew(0.9 * line, 0.0)
@@ -106,6 +107,7 @@ def test_a_lower_pressure_line_saves_work_where_nothing_is_kept_free() -> None:
     assert computed_anew(line, kept) < lowered, "what the policy keeps free by default saves more"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_full_kv_cache_is_foreseen_and_all_is_answered(tmp_path: Path) -> None:
     trials: list[Trial] = []

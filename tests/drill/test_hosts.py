@@ -39,6 +39,7 @@ def environment(state: Path) -> dict[str, str]:
     return {**os.environ, "TRIMTAB_STATE_DIR": str(state), "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rights")
 def test_cut_links_between_hosts_lose_no_stream_and_all_agree_afterwards(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -110,6 +111,7 @@ async def two_hosts(directory: Path) -> AsyncIterator[tuple[asyncio.subprocess.P
         await drill.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rights")
 async def test_a_cut_link_carries_nothing_and_hosts_go_with_a_drill_that_is_killed(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (drill, said):

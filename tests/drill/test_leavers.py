@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from services.drill import leavers
 from services.drill.leavers import PHASES, Lot, goals
 from services.drill.mesh import Shape, mesh
@@ -24,6 +26,7 @@ def test_what_is_left_or_has_grown_is_a_goal_missed():
     assert [g.met for g in goals(lots()[:3])] == [None, None]
 
 
+@pytest.mark.slow
 async def test_after_clients_that_left_in_every_phase_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIMTAB_STATE_DIR", str(tmp_path))
     seen: Counter[str] = Counter()

@@ -24,6 +24,7 @@ def missed(trials: list[Trial]) -> list[str]:
     return [*bad, *notes(trials)] if bad else []
 
 
+@pytest.mark.slow
 async def test_a_leak_is_healed_by_a_restart_and_stays_with_the_loop_off(tmp_path: Path) -> None:
     trials: list[Trial] = []
     plan = replace(leak.QUICK, demand=SMALL, load_s=1.0)
@@ -36,6 +37,7 @@ async def test_a_leak_is_healed_by_a_restart_and_stays_with_the_loop_off(tmp_pat
     assert trials[0].did == "restart w0"
 
 
+@pytest.mark.slow
 async def test_a_hung_engine_is_started_anew_and_its_streams_go_on(tmp_path: Path) -> None:
     trials: list[Trial] = []
     plan = replace(hang.QUICK, demand=SMALL, off_s=0.0)
@@ -47,6 +49,7 @@ async def test_a_hung_engine_is_started_anew_and_its_streams_go_on(tmp_path: Pat
     assert trials[0].did == "restart w0"
 
 
+@pytest.mark.slow
 async def test_an_engine_that_serves_batch_first_is_told_its_policy_again(tmp_path: Path) -> None:
     trials: list[Trial] = []
     async with stand(tmp_path, simulated(inversion.POLICY, flags=inversion.FLAGS)) as s:
@@ -57,6 +60,7 @@ async def test_an_engine_that_serves_batch_first_is_told_its_policy_again(tmp_pa
     assert trials[0].did == "reload w0"
 
 
+@pytest.mark.slow
 async def test_nobody_acts_on_the_silence_of_a_worker_that_serves(tmp_path: Path) -> None:
     trials: list[Trial] = []
     plan = replace(silence.QUICK, demand=SMALL)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from services.drill import restart
 from services.drill.loop_figures import Trial, goals, notes
 from services.drill.loops import Demand, stand
+
+pytestmark = pytest.mark.slow
 
 SMALL = replace(restart.QUICK, demand=Demand(8, 10), bake_s=0.5, load_s=0.5)
 

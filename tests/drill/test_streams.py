@@ -40,6 +40,7 @@ async def disturbed(running: Mesh, arm: Arm, *kinds: Kind) -> Arm:
     return arm
 
 
+@pytest.mark.slow
 async def test_killed_and_cut_off_workers_lose_nothing_and_are_back(tmp_path: Path) -> None:
     async with mesh(tmp_path, SMALL) as running:
         arm = await disturbed(running, Arm(STRIKES, "simulated"), Kind.KILL, Kind.CUT)
@@ -52,6 +53,7 @@ async def test_killed_and_cut_off_workers_lose_nothing_and_are_back(tmp_path: Pa
     assert sum(arm.counts["resumes"].values()) >= moved
 
 
+@pytest.mark.slow
 async def test_where_streams_do_not_move_a_kill_loses_some(tmp_path: Path) -> None:
     async with mesh(tmp_path, SMALL) as running:
         await running.steering.steer({"resume.attempts": "1"})

@@ -11,6 +11,8 @@ import pytest
 from tests.controlplane.mesh import a_mesh
 from trimtab.kit.process import free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("said", [True, False], ids=["told", "not told"])
 async def test_gateways_are_told_the_address_that_is_advertised(

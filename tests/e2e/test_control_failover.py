@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from controlplane.admin.client import AdminClient
 from tests.e2e.mesh import APPLIED, Mesh, environment, up
 from trimtab.client import Client
 from trimtab.errors import NoWorker, TrimtabError
 from trimtab.messages import Delta, Finish, FinishReason, Request, Sampling
+
+pytestmark = pytest.mark.slow
 
 STEP_MS = "20"
 TOKENS = 250

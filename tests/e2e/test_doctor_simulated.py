@@ -8,7 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.mesh import Mesh, environment, up
+
+pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
 DETAILS = ("verdict", "said")

@@ -7,10 +7,14 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.mesh import GONE_WITHIN_S, Mesh, environment, gone, up
 from trimtab.client import Client
 from trimtab.errors import NoWorker
 from trimtab.messages import Accepted, Delta, Finish, Notice, Request, Sampling
+
+pytestmark = pytest.mark.slow
 
 STEP_MS = "25"
 TOKENS = 400

@@ -19,6 +19,8 @@ from trimtab.errors import QueueFull
 from trimtab.kit.process import free_port
 from trimtab.messages import Delta, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 KEY = "tt-acme-key-of-the-test"
 LONG = 50_000
 """Tokens; minutes, unless somebody ends it."""

@@ -37,6 +37,8 @@ from trimtab.kit.tls import Tls
 from trimtab.messages import Accepted, Delta, Finish, Request, Sampling
 from trimtab.v1 import inference_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 THIEF = "from services.worker import __main__ as w; w.check_own = lambda *_: None; w.main()"
 """A worker that does not look whose certificate it was given."""
 
@@ -84,6 +86,7 @@ async def status(url: str, context: ssl.SSLContext | bool = True) -> int:
             return answer.status
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_from_door_to_engine_and_back(mesh: Mesh) -> None:
     asked = trimtab("generate", "Hello", "--max-tokens", "4", "--json", **mesh.as_person("viewer bob"))
     assert asked.returncode == 0, asked.stderr
@@ -102,7 +105,7 @@ def test_an_operator_steers_every_worker_through_either_replica(mesh: Mesh) -> N
     done = trimtab("policy", "set", "batch.active=9", "--wait", "20000", "--json", **oncall)
     assert done.returncode == 0, done.stderr + done.stdout
     answer = json.loads(done.stdout)
-    assert {n["node_id"]: n["answer"] for n in answer["nodes"]} == {"w0": "applied", "w1": "applied"}
+    assert {n["node_id"]: n["answer"] for n in answer["nodes"]} == dict.fromkeys(("g0", "w0", "w1"), "applied")
     other = {**oncall, "TRIMTAB_CONTROL": mesh.controls[1]}
     fleet = json.loads(trimtab("fleet", "--json", **other).stdout)
     assert {r["replica_id"] for r in fleet["replicas"]} == {"c0", "c1"}
@@ -110,6 +113,7 @@ def test_an_operator_steers_every_worker_through_either_replica(mesh: Mesh) -> N
     assert applied == {"w0": answer["identity"], "w1": answer["identity"]}
 
 
+@pytest.mark.slow
 def test_a_viewer_may_not_and_a_token_may(mesh: Mesh) -> None:
     bob = mesh.as_person("viewer bob")
     refused = trimtab("policy", "set", "batch.active=1", **bob)
@@ -150,6 +154,7 @@ async def test_a_workers_stream_is_for_gateways(mesh: Mesh) -> None:
     w0.says('"denied"')
 
 
+@pytest.mark.slow
 def test_what_a_person_sees_who_has_the_wrong_files(mesh: Mesh, stranger: Authority) -> None:
     bare = trimtab("fleet", TRIMTAB_CONTROL=mesh.controls[0])
     assert (bare.returncode, "TRIMTAB_TLS_CERT" in bare.stderr) == (3, True), bare.stderr
@@ -161,6 +166,7 @@ def test_what_a_person_sees_who_has_the_wrong_files(mesh: Mesh, stranger: Author
     assert (half.returncode, "TRIMTAB_TLS_KEY is missing" in half.stderr) == (2, True), half.stderr
 
 
+@pytest.mark.slow
 async def test_a_worker_with_anothers_certificate_does_not_join(mesh: Mesh) -> None:
     argv = mesh.worker("w2", local(), ",".join(mesh.controls), "worker w1")
     honest = mesh.start("w2-honest", *argv)
@@ -178,6 +184,7 @@ async def test_a_worker_with_anothers_certificate_does_not_join(mesh: Mesh) -> N
     thief.running.kill()
 
 
+@pytest.mark.slow
 async def test_certificates_are_renewed_under_running_streams(mesh: Mesh) -> None:
     renewed = {"control c0": mesh.controls[0], "worker w0": mesh.workers["w0"], "worker w1": mesh.workers["w1"]}
     renewed["gateway g0"] = mesh.gateway
@@ -204,6 +211,7 @@ async def test_certificates_are_renewed_under_running_streams(mesh: Mesh) -> Non
     assert all(p.running.poll() is None for p in mesh.processes[:5])
 
 
+@pytest.mark.slow
 def test_up_runs_a_mesh_whose_settings_have_certificates(mesh: Mesh, tmp_path: Path) -> None:
     env = environment(tmp_path)
     for section, who in (("CONTROL", "control c0"), ("WORKER", "worker w0"), ("GATEWAY", "gateway g0")):
@@ -214,6 +222,7 @@ def test_up_runs_a_mesh_whose_settings_have_certificates(mesh: Mesh, tmp_path: P
     assert (ready["greeting"]["worker"], ready["http"].partition("://")[0]) == ("w0", "https")
 
 
+@pytest.mark.slow
 def test_plain_text_beyond_this_machine_must_be_told_so(mesh: Mesh) -> None:
     bare = ["-m", "services.worker", "--engine", "simulated", "--node-id", "w9", "--metrics", local()]
     listen = local().replace("127.0.0.1", "0.0.0.0")

@@ -20,6 +20,8 @@ from trimtab.client import Client
 from trimtab.errors import QueueFull
 from trimtab.messages import Delta, Request, Sampling, Workload
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 BY_PROMETHEUS = {"up": {"job"}, "ALERTS": {"alertname", "alertstate", "product"}}
 """Series that it makes itself, and their labels."""
@@ -118,6 +120,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         yield Scraped([*running, *scrape(mesh, ready["http"])])
 
 
+@pytest.mark.slow
 def test_every_name_in_boards_and_rules_is_there(scraped: Scraped) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     missing = {
@@ -154,6 +157,7 @@ def test_every_label_that_is_matched_or_kept_is_there(scraped: Scraped) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_document_of_metrics_names_them_as_they_are(scraped: Scraped) -> None:
     text = (ROOT / "docs" / "observability.md").read_text()
     recorded = {rule["record"] for rule in rules() if "record" in rule}

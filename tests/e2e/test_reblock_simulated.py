@@ -7,8 +7,12 @@ import json
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.mesh import GONE_WITHIN_S, Mesh, environment, gone, up
 from tests.e2e.test_drain_simulated import STEP_MS, STREAMS, TOKENS, Stream, undisturbed, verb
+
+pytestmark = pytest.mark.slow
 
 
 def scraped(place: str) -> str:

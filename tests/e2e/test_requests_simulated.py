@@ -17,6 +17,8 @@ from trimtab.client import Client
 from trimtab.errors import Released
 from trimtab.messages import Accepted, Delta, Request, Sampling, Workload
 
+pytestmark = pytest.mark.slow
+
 ONE_AT_A_TIME = ("batch.active=1", "paths.realtime_reserve=0", "preemption.mode=none")
 LONG = 50_000
 """Tokens; minutes, unless somebody ends it."""

@@ -7,9 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from controlplane.admin.client import AdminClient
 from tests.e2e.mesh import APPLIED, GONE_WITHIN_S, Mesh, environment, gone, up
 from trimtab.v1 import admin_pb2
+
+pytestmark = pytest.mark.slow
 
 
 def workers(mesh: Mesh) -> set[str]:

@@ -14,6 +14,8 @@ from trimtab.client import Client
 from trimtab.errors import Released
 from trimtab.messages import Delta, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 KEYS = {name: f"tt-{name}-key-of-the-test" for name in ("acme", "globex")}
 LONG = 50_000
 """Tokens; minutes, unless somebody ends it."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from controlplane.admin.client import AdminClient
 from tests.e2e.mesh import environment, up
 from trimtab.codec import decode_partial
 from trimtab.policy import text
 from trimtab.presets import itl_budget_ms
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_small_window_gets_the_preset_after_it_is_ready(tmp_path: Path) -> None:

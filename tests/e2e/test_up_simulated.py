@@ -19,6 +19,8 @@ from trimtab.client import Client
 from trimtab.errors import TrimtabError
 from trimtab.messages import Delta, Finish, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 ONE_OF_EACH_KIND: dict[str, tuple[str, Any]] = {
     "batch.active": ("5", 5),
     "preemption.mode": ("none", "none"),

@@ -18,6 +18,8 @@ from tests.controlplane.mesh import Mesh, a_mesh
 from trimtab.kit.process import EXIT_RESTART, free_port
 from trimtab.v1 import control_pb2
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 STUCK = """
 import asyncio, subprocess, time

@@ -77,6 +77,7 @@ async def test_engine_faults_open_it_and_requests_go_elsewhere(start_worker, sta
     assert b'trimtab_gateway_breaker_trips_total{dimension="errors"} 1.0' in gateway.metrics.text()
 
 
+@pytest.mark.slow
 async def test_where_all_are_open_the_answer_says_when_to_try_again_and_a_probe_heals(one, policy):
     worker, gateway, client = one
     policy(gateway, {"breaker.open_ms": 300, "breaker.probes": 1, "resume.wait_ms": 0})
@@ -93,6 +94,7 @@ async def test_where_all_are_open_the_answer_says_when_to_try_again_and_a_probe_
     assert phase(gateway, worker) is Phase.CLOSED
 
 
+@pytest.mark.slow
 async def test_a_bad_request_as_a_probe_heals_nothing(one, policy):
     worker, gateway, client = one
     policy(gateway, {"breaker.open_ms": 50, "breaker.probes": 1, "resume.wait_ms": 0})

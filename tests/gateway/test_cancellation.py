@@ -81,6 +81,7 @@ async def test_the_deadline_ends_a_request_here_and_at_the_worker(start_worker, 
     assert_nothing_left(gateway)
 
 
+@pytest.mark.slow
 async def test_a_grpc_clients_own_deadline_reaches_the_worker(start_worker, start_gateway, client_of):
     worker = await start_worker(script=hang)
     gateway = await start_gateway(worker)

@@ -196,6 +196,7 @@ async def test_no_pause_outlasts_the_time_limit(serve, client_to, no_pause):
         await all_of(client_to(gateway), timeout_s=60.0)
 
 
+@pytest.mark.slow
 async def test_a_deadline_that_passes_is_told_as_such(serve, client_to, quick):
     gateway = await serve([accepted(), *tokens(0, 2), LOST], [accepted(), asyncio.Event()])
     client = client_to(gateway)
@@ -297,6 +298,7 @@ async def worker(start_worker):
     return it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_stream_outlives_its_gateway(worker, client_to, sig):
     flags = ("--workers", worker.address, "--drain-s", "0.2")
@@ -318,6 +320,7 @@ async def test_a_stream_outlives_its_gateway(worker, client_to, sig):
         assert other.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_stream_waits_for_its_only_gateway_to_come_back(worker, client_to):
     listen = f"127.0.0.1:{free_port()}"
     flags = ("--workers", worker.address, "--listen", listen)

@@ -15,6 +15,8 @@ from tests.gateway.fake_worker import WORDS, Running
 from trimtab.client import Client
 from trimtab.errors import Draining
 
+pytestmark = pytest.mark.slow
+
 
 async def test_health_says_no_before_anybody_is_refused_and_what_runs_ends_well(
     start_worker: StartWorker, start_gateway: StartGateway, client_of: Callable[[Gateway], Client]

@@ -76,6 +76,7 @@ async def test_back_pressure_is_the_clients_to_handle(first_then_other, client_o
     assert second.count("start") == 0
 
 
+@pytest.mark.slow
 async def test_a_silent_link_is_dead_after_a_second_and_a_half(first_then_other, client_of):
     first, second, gateway = await first_then_other(hang)
     begun = time.monotonic()
@@ -115,6 +116,7 @@ async def test_with_resuming_off_a_killed_worker_cuts_the_stream_with_the_count(
     assert second.count("start") == 0
 
 
+@pytest.mark.slow
 async def test_the_last_fault_is_told_when_nobody_else_is_there(start_worker, start_gateway, client_of, policy):
     gateway = await start_gateway(await start_worker(script=failing(Draining("leaving"))))
     policy(gateway, {"resume.wait_ms": 50})

@@ -95,6 +95,7 @@ async def test_who_waits_and_who_runs_is_told_by_workload(start_worker, start_ga
     assert set(gateway.admission.gauges().values()) == {0}
 
 
+@pytest.mark.slow
 async def test_a_gateways_report_has_it_all_over_a_real_control_stream(start_worker, start_gateway, client_of):
     served = Served()
     await served.start()

@@ -271,6 +271,7 @@ async def test_an_error_after_the_stream_began_is_its_last_event(world, policy):
     assert "after 1 tokens" in caught.value.message
 
 
+@pytest.mark.slow
 async def test_the_client_retries_by_itself_when_told_to(start_worker, start_gateway):
     """Its default is two retries on 429 and 5xx, after Retry-After."""
     worker = await start_worker()

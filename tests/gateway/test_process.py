@@ -20,6 +20,8 @@ from trimtab.errors import Draining, StreamCut
 from trimtab.kit import rpc
 from trimtab.kit.process import free_port
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def a_gateway(*flags: str):

@@ -103,6 +103,7 @@ def held_up_by(go_on: asyncio.Event) -> Script:
     return script
 
 
+@pytest.mark.slow
 async def test_connections_are_spread_and_any_process_tells_of_all(start_worker):
     worker = await start_worker()
     async with two_processes(worker) as (_, listen, http), AsyncExitStack() as stack:
@@ -125,6 +126,7 @@ async def test_connections_are_spread_and_any_process_tells_of_all(start_worker)
         }
 
 
+@pytest.mark.slow
 async def test_one_that_is_killed_comes_back_and_the_others_streams_go_on(start_worker):
     go_on = asyncio.Event()
     worker = await start_worker(script=held_up_by(go_on))
@@ -165,6 +167,7 @@ async def test_one_that_is_killed_comes_back_and_the_others_streams_go_on(start_
         assert process.returncode is None
 
 
+@pytest.mark.slow
 async def test_one_that_can_not_come_back_ends_nobody_else(start_worker, tmp_path):
     """The key file became faulty since: who has read it holds the last good one, and so is served; who starts now would refuse it."""
     keys = tmp_path / "keys.yaml"
@@ -195,6 +198,7 @@ async def test_nobody_else_gets_a_port_that_is_held():
         raise AssertionError("two have it")
 
 
+@pytest.mark.slow
 async def test_sigterm_drains_them_all(start_worker):
     go_on = asyncio.Event()
     worker = await start_worker(script=held_up_by(go_on))
@@ -212,6 +216,7 @@ async def test_sigterm_drains_them_all(start_worker):
             assert await process.wait() == 0
 
 
+@pytest.mark.slow
 async def test_a_taken_port_is_exit_2_and_names_the_holder(start_worker):
     worker = await start_worker()
     for flags in (("--listen", worker.address), ("--listen", "127.0.0.1:0", "--http", worker.address)):

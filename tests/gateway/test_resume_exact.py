@@ -17,6 +17,8 @@ from trimtab import messages as m
 from trimtab.errors import EngineDead
 from trimtab.messages import Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "r"
 """With this a simulated engine begins at the beginning of what it has to say."""
 TOKENS = 90

@@ -291,6 +291,7 @@ def deaf_http_reader(http: str, number: int) -> socket.socket:
     return s
 
 
+@pytest.mark.slow
 async def test_two_hundred_readers_that_never_read_leave_the_engine_and_cost_no_memory(processes):
     """Each is held back by its window at the worker and ended there; what the gateway holds for all of them is bounded."""
     gateway, address, http, metrics = processes

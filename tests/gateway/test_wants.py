@@ -136,6 +136,7 @@ async def test_a_line_counts_those_of_each_kind_that_could_be_served():
     tasks[0].cancel()
 
 
+@pytest.mark.slow
 async def test_two_gateways_with_batch_waiting_share_a_workers_places_and_none_waits_there(
     tmp_path, start_gateway, client_of, monkeypatch
 ):

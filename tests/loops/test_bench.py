@@ -30,6 +30,7 @@ def test_the_roster_has_every_controller_that_a_policy_knows() -> None:
     assert sorted(NAMES) == sorted(f.name for f in dataclasses.fields(LoopsPart))
 
 
+@pytest.mark.slow
 def test_a_worker_does_what_the_scenarios_take_for_its_capacity() -> None:
     rate = 2 * scenarios.CAPACITY
     mesh = Mesh(scenarios.healthy().fleet, arrivals(mixed(2 * rate), 60, 1), seed=1)
@@ -48,6 +49,7 @@ def goals() -> dict[str, Goal]:
     return {g.name: g for g in bench_loops.goals([row_of(scenario, Arm("trimtab", on)) for on in (False, True)])}
 
 
+@pytest.mark.slow
 def test_after_a_step_of_load_realtime_is_inside_within_six_windows_and_batch_back_within_twelve(
     goals: dict[str, Goal],
 ) -> None:
@@ -63,6 +65,7 @@ def test_an_arm_without_loops_is_one_in_which_nobody_does_anything() -> None:
     assert one.base == {"scheduler.mode": "trimtab", "loops.heal": "off"}
 
 
+@pytest.mark.slow
 def test_only_controllers_that_acted_are_left_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     hang = scenarios.Scenario("hang", "", (people((0, 3)),), 60, a_fleet(2), (Hang(20, "default-1"),))
     monkeypatch.setattr(scenarios, "all_of", lambda *, quick: (hang,))

@@ -12,6 +12,8 @@ from trimtab.policy import Value
 from trimtab.simulation import Die, Fate, Fault, Fleet, GpuCosts
 from trimtab.workload import Kind, Lengths, mixed
 
+pytestmark = pytest.mark.slow
+
 KV_TOKENS = 24_576
 TALK = Kind(Lengths(490, 505, 511), Lengths(200, 260, 300))
 """Requests that grow a little into their second block of 512 tokens, and leave the most of it empty."""

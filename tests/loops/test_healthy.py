@@ -8,6 +8,8 @@ from tests.loops.builders import HOUR_S, NAMES, Run, a_fleet, documents, people,
 from trimtab.simulation import Fate, GpuCosts
 from trimtab.workload import Source, mixed
 
+pytestmark = pytest.mark.slow
+
 COSTS = GpuCosts(80.0, 5.0, 0.25, kv_us=6.0)
 """Long steps cost an hour less to simulate."""
 

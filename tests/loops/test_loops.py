@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from tests.loops.builders import NAMES, Run, a_fleet, documents, people, rehearse
 from trimtab.messages import Workload
 from trimtab.simulation import Die, Fail, Fate, Fault, Grow, Hang, Leak, Silence, Slow
 from trimtab.workload import Kind, Lengths
+
+pytestmark = pytest.mark.slow
 
 GIANTS = Kind(Lengths(40_000, 50_000, 60_000), Lengths(20, 40, 80))
 

@@ -86,6 +86,7 @@ def nothing_is_left(mesh: Mesh) -> bool:
     return not any(w.requests or w.engine.busy for w in mesh.workers) and not any(g.in_flight for g in mesh.gateways)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_course() -> None:
     def course() -> list[tuple[str, float | None, float]]:
         return [(r.request_id, r.first_ms, r.last_ms) for r in a_mesh().outcome.requests]
@@ -93,6 +94,7 @@ def test_one_seed_gives_one_course() -> None:
     assert course() == course()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["trimtab", "fcfs", "priority"])
 def test_every_request_is_served_once_and_gives_all_back(mode: str) -> None:
     mesh = a_mesh(policy={"scheduler.mode": mode})
@@ -102,6 +104,7 @@ def test_every_request_is_served_once_and_gives_all_back(mode: str) -> None:
     assert all(w.engine.free_blocks == w.engine.total_blocks for w in mesh.workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Die(30, "default-1"), Hang(30, "default-1", 20), Slow(20, "default-1", 5, 20)])
 def test_a_stream_outlives_its_worker_token_by_token(fault: Fault) -> None:
     mesh = a_mesh(faults=[fault], until_s=180)
@@ -181,6 +184,7 @@ def test_counters_never_fall_within_one_process() -> None:
             assert falls == set()
 
 
+@pytest.mark.slow
 def test_a_silent_node_loses_no_measurement() -> None:
     heard, whole = Listener(), Listener()
     a_mesh(control=whole)

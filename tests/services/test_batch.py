@@ -74,6 +74,7 @@ MANY = [f"id-{i}" for i in range(40)]
 EXPECTED = {custom_id: f"Say {custom_id}" for custom_id in MANY}
 
 
+@pytest.mark.slow
 async def test_every_line_is_answered_as_batch(files, start_worker, start_gateway):
     source, out = files
     worker = await start_worker(script=Echo())
@@ -204,6 +205,7 @@ async def failing():
         yield begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "errors",
     [
@@ -250,6 +252,7 @@ async def test_no_gateway_is_exit_3(files):
     assert answers(out) == []
 
 
+@pytest.mark.slow
 async def test_what_no_time_is_left_for_is_done_by_the_next_run(files, start_worker, start_gateway):
     source, out = files
     echo = Echo(free=10)
@@ -273,6 +276,7 @@ async def test_mistakes_are_usage(files, flags):
     assert answers(source) == [a_line("a")]
 
 
+@pytest.mark.slow
 async def test_a_mesh_that_goes_away_is_said_once_and_so_is_its_coming_back(files, start_worker, start_gateway):
     source, out = files
     echo = Echo(free=10)
@@ -296,6 +300,7 @@ async def test_a_mesh_that_goes_away_is_said_once_and_so_is_its_coming_back(file
     assert texts(out) == EXPECTED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 async def test_a_run_that_is_stopped_goes_on_where_it_was(files, start_worker, start_gateway, sig):
     source, out = files
@@ -321,6 +326,7 @@ async def test_a_run_that_is_stopped_goes_on_where_it_was(files, start_worker, s
     assert ids(out) == sorted(MANY)
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_is_restarted_costs_nothing_but_time(files, start_worker, start_gateway):
     source, out = files
     echo = Echo(free=10)

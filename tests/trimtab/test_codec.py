@@ -119,12 +119,14 @@ events = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(documents)
 @settings(max_examples=60)
 def test_documents_survive(document):
     assert codec.decode_document(codec.encode_document(document)) == document
 
 
+@pytest.mark.slow
 @given(documents)
 @settings(max_examples=20)
 def test_equal_documents_give_equal_bytes_and_digests(document):

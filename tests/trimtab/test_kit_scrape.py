@@ -31,6 +31,7 @@ def address():
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accept", ["", OPENMETRICS, "text/plain"])
 def test_a_name_keeps_its_colon_whatever_format_is_asked_for(address, accept):
     request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept} if accept else {})

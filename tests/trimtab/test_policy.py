@@ -91,6 +91,7 @@ def test_what_is_shown_is_what_may_be_typed(data, path):
     assert read == pytest.approx(value, rel=1e-11) if isinstance(value, float) else read == value
 
 
+@pytest.mark.slow
 @given(partials)
 def test_with_fields_changes_only_what_is_named(partial):
     changed = p.flatten(p.with_fields(p.Policy(), partial))

@@ -140,6 +140,7 @@ def test_a_machine_of_another_speed_is_learned_anew(times):
     assert off_by(model, tuple(times * w for w in world), some_shapes(12, 50)) < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forget", [steptime.FORGET, 0.9], ids=["20,000 steps", "as good as 400,000 steps"])
 def test_what_was_learned_outlasts_a_long_time_without_prompts(monkeypatch, forget):
     world = WORLDS["a GPU"]

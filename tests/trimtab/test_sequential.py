@@ -23,6 +23,7 @@ def looked(rng: random.Random, blocks: int, here: float, there: float, most: flo
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.7])
 def test_sides_that_are_alike_are_rarely_told_apart_however_often_one_looks(share: float) -> None:
     alarms = sum(looked(random.Random(seed), 300, share, share) is not None for seed in range(400))

@@ -189,6 +189,7 @@ def test_a_threshold_that_no_prompt_in_the_window_reaches_is_inactive(window, in
     assert resolve(Document(), node, now_unix_ms=0).inactive == inactive
 
 
+@pytest.mark.slow
 @given(documents, st.builds(Limits, *[st.integers(0, 8192)] * 3))
 def test_resolving_gives_a_policy_within_the_engines_limits_or_a_refusal_with_a_reason(document, limits):
     resolved, cause = None, ""

@@ -175,6 +175,8 @@ def test_a_request_goes_by_another_id_inside_the_engine() -> None:
 
 def test_sampling_parameters_take_what_we_set() -> None:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
 
     assert {
         "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -182,6 +184,12 @@ def test_sampling_parameters_take_what_we_set() -> None:
         "detokenize", "output_kind",
     } <= set(parameters(SamplingParams))  # fmt: skip
     assert {"json", "json_object", "regex", "choice", "grammar"} <= set(StructuredOutputsParams.__dataclass_fields__)
+    # `vllm_sampling.py` asks the same beforehand; without the third, no structure is looked at.
+    looked_at = ["self", "model_config", "speculative_config", "structured_outputs_config", "tokenizer"]
+    assert parameters(SamplingParams.verify) == looked_at
+    assert "params.verify(" in text(InputProcessor) and "structured_outputs_config is None" in text(SamplingParams)
+    assert {"model_config", "speculative_config", "structured_outputs_config"} <= assigned_attributes(InputProcessor)
+    assert "input_processor" in assigned_attributes(AsyncLLM) and isinstance(InputProcessor.tokenizer, property)
     assert RequestOutputKind.DELTA
 
 

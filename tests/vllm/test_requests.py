@@ -196,6 +196,38 @@ async def test_a_regular_expression_shapes_the_answer(mesh):
     assert stream.accepted.resumable is False
 
 
+async def test_what_vllm_would_refuse_is_refused_before_a_client_hears_anything(mesh):
+    steps = mesh.steps()
+    async with Client(mesh.address("gateway")) as client:
+        for sampling in (
+            {"regex": "(never closed"},
+            {"json_schema": '{"type": "no such type"}'},
+            {"grammar": "root ::= ("},
+        ):
+            request = a_request("The code is", max_tokens=30)
+            for name, value in sampling.items():
+                setattr(request.sampling, name, value)
+            with pytest.raises(grpc.aio.AioRpcError) as e:
+                await client.stub.Generate(request).read()
+            assert e.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (sampling, e.value)
+    assert mesh.steps() == steps
+
+
+async def test_a_stream_over_http_with_a_schema_that_is_none_is_a_plain_400(mesh):
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=f"http://{mesh.address('http')}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError) as e:
+        await client.chat.completions.create(
+            model="smollm2-135m-instruct",
+            messages=[{"role": "user", "content": "Answer in JSON."}],
+            stream=True,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}},
+        )
+    assert e.value.status_code == 400
+    await client.close()
+
+
 async def test_one_trace_covers_gateway_worker_queue_prefill_and_decode(mesh):
     trace = "0af7651916cd43dd8448eb211c80319c"
     async with Client(mesh.address("gateway")) as client:

@@ -125,6 +125,7 @@ def test_nothing_is_nothing() -> None:
     assert parsed("") == parsed(" ") == parsed("{}") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 def test_every_name_that_is_ours_is_one_of_vllms() -> None:
     code = (
@@ -138,6 +139,7 @@ def test_every_name_that_is_ours_is_one_of_vllms() -> None:
     assert OURS.keys() <= OWNED.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 def test_a_worker_with_a_misspelt_argument_ends_with_the_settings_exit_code_before_it_loads_a_model(
     tmp_path: Path,

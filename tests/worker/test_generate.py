@@ -208,6 +208,7 @@ async def test_an_engine_that_dies_ends_its_streams_as_engine_fault(rig):
     assert isinstance(error, errors.EngineDead)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", range(1, 40, 3))
 async def test_a_resumed_stream_goes_on_at_the_next_token_and_byte(rig, cut):
     accepted, tokens, text, _ = await collect(rig.stub.Generate(a_request("q", max_tokens=40)))

@@ -146,6 +146,7 @@ async def test_a_cancellation_from_outside_stays_one():
     assert isinstance(made.ended, asyncio.CancelledError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [{"behind_s": 0.05}, {"behind_s": 3600.0, "stall_s": 0.3}], ids=["tokens", "time"])
 async def test_a_direct_client_that_stops_reading_gives_its_place_back(rig: Rig, monkeypatch, bounds):
     """He sets no deadline, and his connection takes little."""

@@ -23,6 +23,8 @@ from trimtab.sketch import Sketch
 from trimtab.v1 import inference_pb2 as pb
 from trimtab.v1 import inference_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 30
 
 

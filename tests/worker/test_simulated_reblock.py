@@ -73,6 +73,7 @@ def state(engine: SimulatedEngine) -> tuple[object, ...]:
     return engine.limits, value.block_size, value.total_blocks, value.free_blocks, [s.blocks for s in value.running]
 
 
+@pytest.mark.slow
 async def test_streams_go_on_with_the_same_tokens_and_what_they_had_is_computed_anew() -> None:
     async with an_engine() as engine:
         undisturbed = [[o.token_ids for o in await asked(engine, f"u{i}", 400)] for i in range(2)]

@@ -178,6 +178,7 @@ uvloop.run(start())
 """A worker whose engine takes its time; its second look at the clock is at the signal."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("age_s", "failed"), [(5.0, 0), (GIVEN_UP_S, 1)])
 def test_a_signal_soon_after_the_begin_is_no_failure_and_ends_the_process(
@@ -200,6 +201,7 @@ def worker_ends(tmp_path: Path, *flags: str) -> int:
     return subprocess.run(command, env=env, capture_output=True, timeout=120).returncode
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_and_a_bad_certificate_are_no_failure_of_what_was_told(tmp_path: Path) -> None:
     path = tmp_path / "default" / "told-w0.json"
     path.parent.mkdir()

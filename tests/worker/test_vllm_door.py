@@ -215,6 +215,7 @@ async def test_a_client_that_cancels_frees_the_engine(rig):
     await rig.idle()
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_stops_reading_gives_its_place_back(rig, monkeypatch):
     """It sets no deadline, and its connection takes little."""
     monkeypatch.setitem(Reading.__init__.__kwdefaults__, "behind_s", 0.05)

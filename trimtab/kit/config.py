@@ -34,9 +34,9 @@ class ConfigError(Exception):
         self.settings = settings
 
 
-def setting(default: Any, help: str) -> Any:
-    """A dataclass field with its help text."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def setting(default: Any, help: str, *, for_people: bool = True) -> Any:
+    """A dataclass field with its help text. One that is not `for_people` is set by the process that starts this one, and shown to nobody."""
+    return dataclasses.field(default=default, metadata={"help": help, "for_people": for_people})
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -248,11 +248,14 @@ def options(cls: type) -> Callable[[F], F]:
             flag = "--" + f.name.replace("_", "-")
             text = f.metadata.get("help", "")
             shown = f.default if f.default not in ("", None, ()) else "none"
-            text = f"{text} [default: {shown}]"
+            text, hidden = f"{text} [default: {shown}]", not f.metadata.get("for_people", True)
             if kind is bool:
-                function = click.option(f"{flag}/--no-{flag[2:]}", f.name, default=None, help=text)(function)
+                function = click.option(f"{flag}/--no-{flag[2:]}", f.name, default=None, help=text, hidden=hidden)(
+                    function
+                )
             else:
-                function = click.option(flag, f.name, default=None, help=text, metavar=_metavar(kind))(function)
+                metavar = _metavar(kind)
+                function = click.option(flag, f.name, default=None, help=text, metavar=metavar, hidden=hidden)(function)
         return function
 
     return decorate

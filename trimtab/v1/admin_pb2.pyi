@@ -755,7 +755,7 @@ class AwaitPolicyRequest(_message.Message):
     LOCAL_FIELD_NUMBER: _builtins.int
     wait_ms: _builtins.int
     local: _builtins.bool
-    """Only the workers of the replica asked: what replicas ask of each other."""
+    """Only the nodes of the replica asked: what replicas ask of each other."""
     @_builtins.property
     def identity(self) -> _policy_pb2.SnapshotIdentity: ...
     def __init__(
@@ -780,7 +780,7 @@ class AwaitPolicyResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodePolicyState]:
-        """Connected workers and what they have."""
+        """Connected nodes, workers and gateways, and what they have."""
 
     def __init__(
         self,
@@ -1088,6 +1088,7 @@ class FleetNode(_message.Message):
     SECONDS_CONNECTED_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     JOINED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
     connected: _builtins.bool
     """False once its stream is lost; the node is then forgotten after a while."""
     seconds_since_report: _builtins.float
@@ -1102,6 +1103,10 @@ class FleetNode(_message.Message):
     def report(self) -> _control_pb2.Report: ...
     @_builtins.property
     def policy(self) -> Global___NodePolicyState: ...
+    @_builtins.property
+    def breaker(self) -> Global___WorkerBreaker:
+        """Of a worker; absent where neither an operator's word holds nor a gateway's trip."""
+
     def __init__(
         self,
         *,
@@ -1113,10 +1118,11 @@ class FleetNode(_message.Message):
         seconds_connected: _builtins.float = ...,
         replica_id: _builtins.str = ...,
         joined_unix_ms: _builtins.int = ...,
+        breaker: Global___WorkerBreaker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "policy", b"policy", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "hello", b"hello", "policy", b"policy", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "hello", b"hello", "joined_unix_ms", b"joined_unix_ms", "policy", b"policy", "replica_id", b"replica_id", "report", b"report", "seconds_connected", b"seconds_connected", "seconds_since_report", b"seconds_since_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "connected", b"connected", "hello", b"hello", "joined_unix_ms", b"joined_unix_ms", "policy", b"policy", "replica_id", b"replica_id", "report", b"report", "seconds_connected", b"seconds_connected", "seconds_since_report", b"seconds_since_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,7 +224,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AwaitPolicy(self, request, context):
-        """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over.
+        """Answers once every connected node has said what it does with a snapshot or a newer one, or when the time is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

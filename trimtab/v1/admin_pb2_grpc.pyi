@@ -46,7 +46,7 @@ class AdminServiceStub:
     ListPolicyAnswers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyAnswersRequest, _admin_pb2.ListPolicyAnswersResponse]
     """What nodes made of each push, and when."""
     AwaitPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AwaitPolicyRequest, _admin_pb2.AwaitPolicyResponse]
-    """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+    """Answers once every connected node has said what it does with a snapshot or a newer one, or when the time is over."""
     WhoAmI: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]
     """Whom the control plane takes the caller for."""
     ListBreakers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListBreakersRequest, _admin_pb2.ListBreakersResponse]
@@ -96,7 +96,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListPolicyAnswers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPolicyAnswersRequest, _admin_pb2.ListPolicyAnswersResponse]  # type: ignore[assignment]
     """What nodes made of each push, and when."""
     AwaitPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.AwaitPolicyRequest, _admin_pb2.AwaitPolicyResponse]  # type: ignore[assignment]
-    """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+    """Answers once every connected node has said what it does with a snapshot or a newer one, or when the time is over."""
     WhoAmI: _aio.UnaryUnaryMultiCallable[_admin_pb2.WhoAmIRequest, _admin_pb2.WhoAmIResponse]  # type: ignore[assignment]
     """Whom the control plane takes the caller for."""
     ListBreakers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListBreakersRequest, _admin_pb2.ListBreakersResponse]  # type: ignore[assignment]
@@ -203,7 +203,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AwaitPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AwaitPolicyResponse, _abc.Awaitable[_admin_pb2.AwaitPolicyResponse]]:
-        """Answers once every connected worker has said what it does with a snapshot or a newer one, or when the time is over."""
+        """Answers once every connected node has said what it does with a snapshot or a newer one, or when the time is over."""
 
     @_abc_1.abstractmethod
     def WhoAmI(

@@ -13,7 +13,7 @@ import shutil
 import signal
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.worker.engines import Applied, Job, Output, Stamps, reblocks
 from services.worker.engines import board as boards
@@ -22,7 +22,8 @@ from services.worker.engines.death import Death, death_of
 from services.worker.engines.tokenizers import HfTokenizer
 from services.worker.engines.vllm_arguments import OURS, Arguments
 from services.worker.engines.vllm_limits import limits_of
-from services.worker.engines.vllm_plugin import BOARD_KEY, EXTRA_KEY, OWNER_ENV
+from services.worker.engines.vllm_plugin import BOARD_KEY, OWNER_ENV
+from services.worker.engines.vllm_sampling import Samplings
 from trimtab.blocks import Reblock, When
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, ReblockRefused, Violation
 from trimtab.messages import Load, Sampling, Structure, StructureKind, TokenLogprobs, TopLogprob, Workload
@@ -30,9 +31,6 @@ from trimtab.policy import Policy, flatten
 from trimtab.progress import Pulse
 from trimtab.scheduling import Rules
 from trimtab.snapshot import Limits
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 TESTED_VERSIONS = ("0.32.",)
 """vLLM minors that our scheduler was tested with; it touches internals, so another one needs the tests first."""
@@ -118,7 +116,7 @@ class VllmEngine:
         self.kv_bytes_per_token = 0.0
         self.own_blocks = OWN_BLOCKS
         self.even_blocks = True
-        self._defaults: dict[str, Any] = {}
+        self._samplings: Samplings
         self._change: asyncio.Task[Reblock] | None = None
         self._torn = ""
         """Why the engine computes nothing any more, though its process is there until its next step; while it is idle there is none."""
@@ -161,7 +159,8 @@ class VllmEngine:
         config = self._llm.model_config
         self.limits = limits_of(facts, config.max_model_len, f"vllm {vllm.__version__}")
         # The model's own sampling defaults (generation_config.json), as vLLM's servers use them.
-        self._defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
+        defaults = {k: v for k, v in config.get_diff_sampling_param().items() if k != "max_tokens"}
+        self._samplings = Samplings(self._llm.input_processor, defaults)
         ends = config.try_get_generation_config().get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         self.eos_token_ids = frozenset(int(x) for x in (*ends, self._llm.renderer.get_eos_token_id()) if x is not None)
@@ -195,14 +194,14 @@ class VllmEngine:
             await one("grammar", Sampling(temperature=0.0, structure=Structure(StructureKind.REGEX, "[a-z]{1,2}")))
 
     def check(self, job: Job) -> None:
-        self._params(job)
+        self._samplings.check(job)
 
     async def generate(self, job: Job) -> AsyncGenerator[Output, None]:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = self._params(job)
+        params = self._samplings.params(job)
         stream = self._llm.generate(tokens_input(list(job.token_ids)), params, job.request_id)
         try:
             async for out in stream:
@@ -240,35 +239,6 @@ class VllmEngine:
         # vLLM adds the sampled token to the row where it is not among the best.
         top = tuple(TopLogprob(t, x.logprob, self.tokenizer.token_bytes(t)) for t, x in ranked[:wanted])
         return TokenLogprobs(row[token].logprob, self.tokenizer.token_bytes(token), top)
-
-    def _params(self, job: Job) -> SamplingParams:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-        s = job.sampling
-        named = {
-            name: getattr(s, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-                         "repetition_penalty", "logprobs")
-            if getattr(s, name) is not None
-        }  # fmt: skip
-        for name, value in self._defaults.items():
-            named.setdefault(name, value)
-        try:
-            structured = _structure(s, StructuredOutputsParams)
-            return SamplingParams(
-                **named,
-                max_tokens=job.max_tokens,
-                min_tokens=max(0, (s.min_tokens or 0) - job.delivered),
-                stop_token_ids=list(s.stop_token_ids) or None,
-                ignore_eos=bool(s.ignore_eos),
-                logit_bias=dict(s.logit_bias) or None,
-                structured_outputs=structured,
-                extra_args={EXTRA_KEY: _told(job)},
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-        except ValueError as e:
-            raise InvalidRequest(str(e), violations=(Violation("sampling", str(e)),)) from e
 
     async def apply(self, policy: Policy) -> Applied:
         Rules.of(policy, self.limits)  # refused here, with the field's name, rather than over there
@@ -360,34 +330,6 @@ class VllmEngine:
             await asyncio.to_thread(self._llm.shutdown, STOP_S)
         self._board.close()
         self._board_path.unlink(missing_ok=True)
-
-
-def _told(job: Job) -> dict[str, Any]:
-    """What the scheduler in the engine's process must know of a request."""
-    return {
-        "request_id": job.request_id,
-        "workload": job.workload.value,
-        "arrival_ms": job.arrival_ms,
-        "tenant": job.tenant,
-        "delta": job.delta,
-        "isolated": job.isolated,
-    }
-
-
-def _structure(s: Sampling, params: Any) -> Any:
-    if s.structure is None:
-        return None
-    match s.structure.kind:
-        case StructureKind.JSON_SCHEMA:
-            return params(json=s.structure.value)
-        case StructureKind.JSON_OBJECT:
-            return params(json_object=True)
-        case StructureKind.REGEX:
-            return params(regex=s.structure.value)
-        case StructureKind.CHOICES:
-            return params(choice=list(s.structure.choices))
-        case StructureKind.GRAMMAR:
-            return params(grammar=s.structure.value)
 
 
 def _has_gpu() -> bool:

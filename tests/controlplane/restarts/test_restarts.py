@@ -23,6 +23,7 @@ from trimtab.messages import NodeState
 from trimtab.v1 import admin_pb2, control_pb2
 
 
+@pytest.mark.slow
 async def test_all_workers_come_back_with_what_they_were_told_one_at_a_time() -> None:
     async with a_mesh() as mesh:
         workers = await three(mesh)
@@ -50,6 +51,7 @@ async def test_what_the_first_worker_refuses_stops_it_with_nothing_done() -> Non
         assert [w.newest.life for w in workers] == [1, 1, 1]
 
 
+@pytest.mark.slow
 async def test_one_that_does_not_come_back_stops_it() -> None:
     async with a_mesh() as mesh:
         workers = await three(mesh)
@@ -60,6 +62,7 @@ async def test_one_that_does_not_come_back_stops_it() -> None:
         assert [w.newest.life for w in workers[1:]] == [1, 1]
 
 
+@pytest.mark.slow
 async def test_an_abort_stops_it_where_it_is() -> None:
     async with a_mesh() as mesh:
         workers = await three(mesh)
@@ -86,6 +89,7 @@ async def test_one_lives_at_a_time() -> None:
         assert (await mesh.admin.start_restart(**an_order())).rollout.live
 
 
+@pytest.mark.slow
 async def test_none_begins_while_a_policy_is_tried_on_canaries() -> None:
     async with a_mesh() as mesh:
         workers = await three(mesh)
@@ -128,6 +132,7 @@ async def heal(mesh: Mesh, worker: Phoenix) -> str:
     return await mesh.plane.loop._actuators.do("controller/heal", command)
 
 
+@pytest.mark.slow
 async def test_what_heal_decided_before_a_restart_went_on_is_not_done_any_more() -> None:
     async with a_mesh(controllers=()) as mesh:
         workers = await three(mesh, 2)
@@ -176,6 +181,7 @@ async def test_what_can_not_be_begun_is_refused() -> None:
         assert not (await mesh.admin.rollouts()).rollouts
 
 
+@pytest.mark.slow
 async def test_the_only_worker_of_a_model_is_refused_and_goes_by_force() -> None:
     async with a_mesh() as mesh:
         (worker,) = await three(mesh, 1)
@@ -189,6 +195,7 @@ async def test_the_only_worker_of_a_model_is_refused_and_goes_by_force() -> None
         assert worker.newest.told == SETTINGS
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_breaker_is_forced_open_is_none_that_serves() -> None:
     async with a_mesh() as mesh:
         await three(mesh, 2)
@@ -202,6 +209,7 @@ async def test_a_worker_whose_breaker_is_forced_open_is_none_that_serves() -> No
         assert (await once(mesh, begun.rollout_id, lambda r: not r.live)).stage == "done", "w0 keeps nobody from work"
 
 
+@pytest.mark.slow
 async def test_a_new_leader_goes_on_where_the_last_one_was() -> None:
     store = MemoryStore()
     async with a_mesh(store) as mesh:
@@ -238,6 +246,7 @@ async def pair(valkey_address: str) -> AsyncIterator[tuple[Mesh, Mesh]]:
         await store.close()
 
 
+@pytest.mark.slow
 async def test_whichever_replica_is_asked_and_wherever_workers_are_connected(pair: tuple[Mesh, Mesh]) -> None:
     a, b = pair
     workers = [Phoenix(a, "w0"), Phoenix(b, "w1")]

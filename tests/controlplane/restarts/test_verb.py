@@ -24,6 +24,7 @@ async def typed(mesh: Mesh, *words: str, keys: str = "") -> Result:
     return await asyncio.to_thread(CliRunner().invoke, root, ["restart", *words, "--control", mesh.address], keys)
 
 
+@pytest.mark.slow
 async def test_the_verb_waits_until_it_is_over_and_tells_what_happens(quiet: None) -> None:
     async with a_mesh() as mesh:
         await three(mesh, 2)
@@ -57,6 +58,7 @@ async def test_the_verb_says_how_it_ended(quiet: None) -> None:
             assert (await typed(mesh, *wrong)).exit_code == 2
 
 
+@pytest.mark.slow
 async def test_what_is_shown_of_one_has_its_steps(quiet: None) -> None:
     async with a_mesh() as mesh:
         await three(mesh, 2)

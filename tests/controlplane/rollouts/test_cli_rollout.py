@@ -56,6 +56,7 @@ async def test_a_rollout_from_its_start_to_its_end(quiet: None, tmp_path: Path) 
         assert again.exit_code == 4 and "has ended" in again.stderr
 
 
+@pytest.mark.slow
 async def test_wait_tells_what_happens_and_ends_with_5_where_it_was_not_promoted(quiet: None) -> None:
     async with a_mesh() as mesh:
         await workers(mesh)

@@ -22,7 +22,7 @@ FLAGS = ("--engine", "simulated", "--step-ms", "20", "--token-us", "20")
 RATE = 15.0
 """Requests a second: a third of what three workers do."""
 POLICY = {"rollout.bake_s": "15", "loops.batch": "off"}
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 @contextlib.asynccontextmanager

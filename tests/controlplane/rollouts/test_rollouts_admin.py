@@ -137,6 +137,7 @@ async def test_one_lives_at_a_time_and_what_is_refused_leaves_nothing() -> None:
             await mesh.admin.end_rollout("r-x", author="bob")
 
 
+@pytest.mark.slow
 async def test_what_is_refused_as_it_is_written_is_gone_though_the_leader_has_carried_it_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +217,7 @@ async def _carried_on(store: PolicyStore, rollout_id: str) -> bool:
     return mark is not None and mark.stamp > 2
 
 
+@pytest.mark.slow
 async def test_the_leader_promotes_what_does_no_worse_in_the_name_of_who_began_it() -> None:
     async with a_mesh() as mesh:
         w = await workers(mesh)
@@ -234,6 +236,7 @@ async def test_the_leader_promotes_what_does_no_worse_in_the_name_of_who_began_i
         assert kinds[:2] == [admin_pb2.HISTORY_KIND_PERSON, admin_pb2.HISTORY_KIND_CONTROLLER]
 
 
+@pytest.mark.slow
 async def test_worse_canaries_are_taken_back_with_the_figures_and_the_next_leader_goes_on() -> None:
     store = MemoryStore()
     async with a_mesh(store) as mesh:
@@ -256,6 +259,7 @@ async def _found(mesh: Mesh, rollout_id: str) -> admin_pb2.Rollout | None:
     return next((r for r in found if r.rollout_id == rollout_id), None)
 
 
+@pytest.mark.slow
 async def test_a_person_who_sets_the_same_field_ends_it() -> None:
     async with a_mesh() as mesh:
         w = await workers(mesh)
@@ -278,6 +282,7 @@ async def test_a_person_promotes_it_at_once() -> None:
         assert policy.author == "bob" and "pool/default" in policy.sources["batch.active"]
 
 
+@pytest.mark.slow
 async def test_what_a_rollout_that_nobody_knows_has_left_in_the_policy_is_taken_out() -> None:
     async with a_mesh() as mesh:
         await workers(mesh)

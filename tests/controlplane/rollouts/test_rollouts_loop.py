@@ -10,6 +10,8 @@ from controlplane.rollouts.state import Stage, Verdict
 from tests.controlplane.rollouts.tried import tried
 from trimtab.simulation import Die, Hang
 
+pytestmark = pytest.mark.slow
+
 BAKE_S = 60.0
 NO_DIFFERENCE = {"heal.grace_s": "31"}
 """Of no worker's steps."""

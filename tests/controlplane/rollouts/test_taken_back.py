@@ -32,6 +32,7 @@ def test_a_canary_that_can_not_do_what_it_goes_back_to_keeps_nothing_from_being_
         set_fields({"batch.active": "129"})(back, [*nodes], 4)
 
 
+@pytest.mark.slow
 async def test_a_rollout_that_people_have_overtaken_ends_though_its_canary_can_not_do_what_they_set() -> None:
     async with a_mesh() as mesh:
         for name, limits in (("c0", SMALL), ("w1", ROOMY), ("w2", ROOMY)):
