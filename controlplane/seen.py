@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trimtab.messages import Load, NodeState, Outlier, Role
@@ -56,7 +56,7 @@ class NodeSeen:
     """As its process said them last: the same wherever they are folded."""
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=WINDOWS))
     """Closed ones, oldest first."""
-    open: Mapping[str, Sequence[Sketch]] = field(default_factory=dict)
+    open: dict[str, list[Sketch]] = field(default_factory=dict)
     """What the window that is open has so far, a sketch from each report."""
     restarts: int = 0
     deaths: int = 0
@@ -137,9 +137,10 @@ class Seen:
 
 
 def merged(windows: Iterable[Window], names: Iterable[str]) -> Sketch:
-    """All that these windows have under these names."""
+    """All that these windows have under these names, to be read: where that is one sketch, it is that one."""
     wanted = tuple(names)
-    return Sketch.merged(w.sketches[name] for w in windows for name in wanted if name in w.sketches)
+    found = [w.sketches[name] for w in windows for name in wanted if name in w.sketches]
+    return found[0] if len(found) == 1 else Sketch.merged(found)
 
 
 def counted(windows: Iterable[Window], name: str) -> int:

@@ -46,7 +46,6 @@ class _Folding:
     sequence: int = 0
     last: Mapping[str, int] = field(default_factory=dict)
     open: Window | None = None
-    pending: dict[str, list[Sketch]] = field(default_factory=dict)
     windows: int = 0
     heard_at: float = 0.0
     gone: deque[str] = field(default_factory=lambda: deque(maxlen=8))
@@ -118,7 +117,7 @@ class Telemetry:
         for name, data in report.sketches.items():
             with contextlib.suppress(ValueError):
                 sketch = Sketch.from_bytes(data)
-                node.pending.setdefault(name, []).append(sketch)
+                node.seen.open.setdefault(name, []).append(sketch)
         room = MAX_OUTLIERS - len(window.outliers)
         window.outliers += report.outliers[: max(0, room)]
         self._gauge(node.seen, window, report, now)
@@ -134,8 +133,6 @@ class Telemetry:
     def seen(self, members: Iterable[Member], adjustments: tuple[Adjustment, ...], now: float) -> Seen:
         """The mesh now: of nodes that are known to the fleet, whether they are connected; of the others, what they said last."""
         self.look(members, now)
-        for node in self._nodes.values():
-            node.seen.open = node.pending
         nodes = {node_id: self._nodes[node_id].seen for node_id in sorted(self._nodes)}
         lengths = {model: history.lengths(now) for model, history in self._models.items()}
         return Seen(now, self._started_at, nodes, lengths, adjustments)
@@ -236,9 +233,10 @@ class Telemetry:
         node.open = None
         window.ended = now
         window.sketches = {
-            name: found[0] if len(found) == 1 else Sketch.merged(found) for name, found in node.pending.items()
+            name: found[0] if len(found) == 1 else Sketch.merged(found) for name, found in node.seen.open.items()
         }
-        node.pending = {}
+        # Let go of here, one node at a time: of all nodes together that is a third of a tick.
+        node.seen.open = {}
         node.seen.windows.append(window)
         if node.seen.role is Role.WORKER and measures.PROMPT in window.sketches:
             self._lengthen(node.seen.model, window, now)
