@@ -298,11 +298,15 @@ def history_text(entries: Iterable[Any]) -> str:
 
 
 def by_controller(e: Any) -> bool:
-    return bool(e.term)
+    """A control plane that says no kind has none that the leader writes in a person's name."""
+    return HISTORY_KINDS.get(e.kind) == "controller" if e.kind else bool(e.term)
 
 
 def _author(e: Any) -> str:
-    return f"controller {e.author} (term {e.term})" if by_controller(e) else str(e.author)
+    if by_controller(e):
+        return f"controller {e.author} (term {e.term})"
+    # Such as the promotion of a rollout that he began.
+    return f"{e.author} (by the leader, term {e.term})" if e.term else str(e.author)
 
 
 def kind_text(e: Any) -> str:

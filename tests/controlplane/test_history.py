@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from controlplane import cli_history
+from controlplane import cli_history, render
 from controlplane.history import between, revision
 from controlplane.spec import Spec
 from tests.controlplane.shell import Shell
 from trimtab.errors import InvalidRequest
 from trimtab.policy import Change
 from trimtab.snapshot import Pin, Scope, ScopeKind
+from trimtab.v1 import admin_pb2
 
 
 def test_what_differs_between_two_specs_is_told_as_a_change_is() -> None:
@@ -135,6 +136,17 @@ async def test_explain_says_where_a_value_comes_from_and_who_changed_it(shell: S
     assert said.count("cid") == 1, "who wrote the policy last, but not its change of another field"
     assert (await shell("policy", "explain", "batch.activ")).exit_code == 2
     assert "nobody has changed it" in (await shell("policy", "explain", "serial.above")).stdout
+
+
+def test_what_the_leader_writes_in_a_persons_name_is_that_persons() -> None:
+    by_leader = {"author": "ada", "term": 4, "written_unix_ms": 1}
+    of_person, of_controller, of_older = (
+        admin_pb2.PolicyHistoryEntry(kind=kind, **by_leader)
+        for kind in (admin_pb2.HISTORY_KIND_PERSON, admin_pb2.HISTORY_KIND_CONTROLLER, 0)
+    )
+    assert [render.by_controller(e) for e in (of_person, of_controller, of_older)] == [False, True, True]
+    assert "  ada (by the leader, term 4)" in render.history_text([of_person])
+    assert "  controller ada (term 4)" in render.history_text([of_controller])
 
 
 POLICY_FILE = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane import render
 from controlplane.admin.client import AdminClient
 from services.bench.arms import MODEL
 from services.drill.endpoint import Door
@@ -89,6 +90,11 @@ async def test_a_bad_policy_is_rolled_back_by_itself_and_a_good_one_is_promoted(
             assert {await active(admin, name) for name in running.workers} == {32}
             newest = (await admin.history(1)).entries[0]
             assert newest.author == "ada" and newest.kind == admin_pb2.HISTORY_KIND_PERSON
+            assert " ada (by the leader, term " in render.history_text([newest])
+            peoples = {e.identity.revision for e in (await admin.history(50)).entries}
+            written = (await admin.history(50, controllers=True)).entries
+            controllers = {e.identity.revision for e in written if render.by_controller(e)}
+            assert newest.identity.revision in peoples and controllers and not peoples & controllers
             lost = [s.lost for _, s in seen if s.lost]
             assert lost == []
         running.check()
