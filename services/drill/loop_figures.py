@@ -116,7 +116,7 @@ def as_json(trial: Trial) -> dict[str, Any]:
 
 def sections(trials: Sequence[Trial]) -> list[tuple[str, str]]:
     """(title, table) of each."""
-    head = ("TRIAL", "ENGINE", "DETECTED S", "AT MOST", "HEALED S", "BY", "STREAMS", "MOVED", "LOST", "WRONG")
+    head = ("TRIAL", "ENGINE", "DETECTED S", "AT MOST", "HEALED S", "STREAMS", "MOVED", "LOST", "WRONG", "DONE")
     rows = [
         (
             t.name,
@@ -124,15 +124,16 @@ def sections(trials: Sequence[Trial]) -> list[tuple[str, str]]:
             _seconds(t.detected_s),
             f"{t.within_s:g}" if t.expected is not None else "",
             _seconds(t.healed_s),
-            f"{t.controller}: {t.did}" if t.did else "nobody",
             str(len(t.outcomes)),
             str(sum(bool(o.moves) for o in t.outcomes)),
             str(sum(t.lost.values())),
             str(len(t.wrong)),
+            # The last, since it wraps.
+            (f"{t.controller}: {t.did}" if t.controller else t.did) or "nothing",
         )
         for t in trials
     ]
-    found = [("Faults", table(head, rows, right=(2, 3, 4, 6, 7, 8, 9)))]
+    found = [("Faults", table(head, rows, right=(2, 3, 4, 5, 6, 7, 8)))]
     own = [(t.name, name, f"{value:.4g}") for t in trials for name, value in t.figures.items()]
     if own:
         found.append(("Figures", table(("TRIAL", "FIGURE", "VALUE"), own, right=(2,))))
