@@ -304,7 +304,7 @@ def by_controller(e: Any) -> bool:
 
 def _author(e: Any) -> str:
     if by_controller(e):
-        return f"controller {e.author} (term {e.term})"
+        return f"controller {e.author.removeprefix('controller/')} (term {e.term})"
     # Such as the promotion of a rollout that he began.
     return f"{e.author} (by the leader, term {e.term})" if e.term else str(e.author)
 

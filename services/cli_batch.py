@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Bad lines that are told one by one."""
+CONNECTIONS = 4
+"""To each address: of a gateway of several processes each has but a part of a tenant's rates, and one connection is with one process."""
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -110,7 +112,7 @@ async def _run(source: Source, results: Results, gateway: str | None, in_flight:
     skipped = source.count(results.done)
     tally = Tally(len(source) - skipped + len(bad), skipped + len(source.bad) - len(bad))
     try:
-        client = Client(gateway_address(gateway), key=own_key())
+        client = Client(gateway_address(gateway), key=own_key(), connections=min(CONNECTIONS, in_flight))
     except ValueError as e:
         raise click.UsageError(f"{KEY}: {e}") from e
     main = asyncio.current_task()

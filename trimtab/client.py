@@ -52,7 +52,7 @@ class Unreachable(TrimtabError):
 
 
 class _Place:
-    """One address."""
+    """A connection to one address."""
 
     def __init__(self, address: str, kind: str, tls: Tls | None) -> None:
         self.address = address
@@ -96,7 +96,8 @@ class Client:
 
     With TLS their certificates must be of that `kind`; its own, once renewed on disk, is shown from the next call on. `key` is an API key; it
     is sent in plain text to loopback addresses only, unless `insecure_key`: ValueError otherwise, and for a key that no header can hold.
-    `attempts` bounds the calls that one request makes.
+    `attempts` bounds the calls that one request makes. `connections` are opened to each address, and take turns too: a gateway of several
+    processes has each of them with one of those.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Client:
         key: str = "",
         insecure_key: bool = False,
         attempts: int = ATTEMPTS,
+        connections: int = 1,
     ) -> None:
         addresses = _addresses(address)
         if key and not insecure_key and tls is None and not rpc.uses_tls():
@@ -121,7 +123,9 @@ class Client:
         self._tls = tls
         self._attempts = attempts
         self._metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),) if key else ()
-        self._places = _Places([_Place(each, kind, tls) for each in addresses])
+        if connections < 1:
+            raise ValueError(f"there must be at least one connection, not {connections}")
+        self._places = _Places([_Place(each, kind, tls) for _ in range(connections) for each in addresses])
 
     @property
     def away(self) -> str:

@@ -146,7 +146,8 @@ def test_what_the_leader_writes_in_a_persons_name_is_that_persons() -> None:
     )
     assert [render.by_controller(e) for e in (of_person, of_controller, of_older)] == [False, True, True]
     assert "  ada (by the leader, term 4)" in render.history_text([of_person])
-    assert "  controller ada (term 4)" in render.history_text([of_controller])
+    of_controller.author = "controller/batch"
+    assert "  controller batch (term 4)" in render.history_text([of_controller])
 
 
 POLICY_FILE = """

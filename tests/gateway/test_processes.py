@@ -124,6 +124,16 @@ async def test_connections_are_spread_and_any_process_tells_of_all(start_worker)
         assert {start.start.request_id for start in worker.heard if start.HasField("start")} == {
             f"r{i}" for i in range(CLIENTS)
         }
+        one = await stack.enter_async_context(Client(listen, connections=16))
+        await asyncio.gather(*(one.complete(a_request(request_id=f"s{i}")) for i in range(CLIENTS)))
+        before = served.copy()
+        async with asyncio.timeout(60):
+            while served.total() != 2 * CLIENTS:
+                served.clear()
+                for name, labels, number in await samples(http):
+                    if name == "trimtab_gateway_requests_total":
+                        served[labels["process"]] += int(number)
+        assert min((served - before).values()) > 0 and len(served - before) == 2, "one client, and both have had some"
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ async def stand(directory: Path, shape: Shape, path: Path) -> AsyncIterator[tupl
             processes,
             {
                 OURS: HttpArm(session, mesh.http, name=OURS, roles={"gateway": "gateway", **roles}),
-                PEER: HttpArm(session, other, name=PEER, roles={"gateway": "smg/engine", **roles}),
+                PEER: HttpArm(session, other, name=PEER, roles={"gateway": "smg", **roles}),
             },
         )
 
