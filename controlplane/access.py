@@ -117,11 +117,11 @@ class Access:
             return Grant(Caller("", "unknown", "token"), Role.NONE)
         if caller == PLAIN:
             return Grant(caller, Role.NONE if self.closed else Role.ADMIN)
+        if caller.kind == "control":
+            # The other replicas, which were asked by somebody who may, or lead.
+            return Grant(caller, Role.ADMIN)
         if not caller.known:
             return Grant(caller, Role.NONE)
-        if caller.kind == "control":
-            # The other replicas, which were asked by somebody who may.
-            return Grant(caller, Role.ADMIN)
         if caller.kind in NODES:
             return Grant(caller, Role.NONE)
         said = ROLES.get(caller.kind, Role.NONE)

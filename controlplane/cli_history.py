@@ -11,7 +11,7 @@ import click
 
 from controlplane import history as past
 from controlplane.cli import PRESET_WAIT_MS, ask, field_of, policy, tell, user, wait_option
-from trimtab.errors import TrimtabError
+from trimtab.errors import InvalidRequest, PolicyRefused, TrimtabError
 from trimtab.kit.cli import control_option, echo_json, fail, json_option
 
 if TYPE_CHECKING:
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 LOG = 1024
 """Entries; all that the store keeps of people's writes."""
+
+
+async def of_each_node(client: AdminClient) -> dict[str, Any]:
+    """By node id what each connected node has (GetPolicyResponse), or why that can't be said: its engine may be unable to take the policy."""
+    each: dict[str, Any] = {}
+    for node_id in [n.hello.node_id for n in (await client.fleet()).nodes if n.connected]:
+        try:
+            each[node_id] = await client.get_policy(node_id)
+        except TrimtabError as e:
+            if e.reason not in (PolicyRefused.reason, InvalidRequest.reason):
+                raise
+            each[node_id] = e
+    return each
 
 
 async def _at(client: AdminClient, said: str | None) -> tuple[Any, Any]:
@@ -222,24 +235,20 @@ def unpin(**options: Any) -> None:
 @json_option
 def explain(name: str, control: str | None, as_json: bool) -> None:
     """Show why a FIELD is what it is: its value on every node and where that comes from, and who changed it when, refused attempts too."""
-    from controlplane import render
+    from controlplane import render, story
 
     asked = field_of(name, as_json)
 
     async def look(client: AdminClient) -> tuple[Any, dict[str, Any], list[Any]]:
         now = await client.get_policy()
-        nodes = [n.hello.node_id for n in (await client.fleet()).nodes if n.connected]
-        each = {node_id: await client.get_policy(node_id) for node_id in nodes}
-        entries = [*(await client.history(LOG)).entries]
-        entries += [e for e in (await client.history(LOG, controllers=True)).entries if render.by_controller(e)]
-        entries.sort(key=lambda e: e.written_unix_ms, reverse=True)
-        # A refused attempt says what was tried in words, each field by its name.
-        return now, each, [e for e in entries if _concerns(e, asked.path)]
+        each = await of_each_node(client)
+        people = (await client.history(LOG)).entries
+        entries = story.merged(people, (await client.history(LOG, controllers=True)).entries)
+        return now, each, [c.entry for c in story.of_field(story.chapters(entries, ()), asked.path)]
 
     now, each, entries = ask(control, as_json, look)
     if as_json:
-        one = {node_id: render.policy_json(answer, [asked])["fields"][asked.path] for node_id, answer in each.items()}
-        nodes = {node_id: {"value": f["value"], "source": f["source"]} for node_id, f in one.items()}
+        nodes = {node_id: render.node_field_json(asked, answer) for node_id, answer in each.items()}
         whole = render.policy_json(now, [asked])
         echo_json(
             {
@@ -251,11 +260,7 @@ def explain(name: str, control: str | None, as_json: bool) -> None:
         )
         return
     lines = [render.policy_text(now, [asked]), ""]
-    lines += [f"  {node_id}: {render.field_text(asked, answer)}" for node_id, answer in each.items()]
+    lines += [f"  {node_id}: {render.node_field_text(asked, answer)}" for node_id, answer in each.items()]
     if not each:
         lines.append("  no node is connected")
     click.echo("\n".join([*lines, "", render.history_text(entries) if entries else "nobody has changed it"]))
-
-
-def _concerns(entry: Any, path: str) -> bool:
-    return any(c.field == path for c in entry.changes) or f"{path}=" in entry.refused_because

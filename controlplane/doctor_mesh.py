@@ -106,9 +106,7 @@ def _died(n: Any) -> str:
 
 def policy(case: Case) -> Finding:
     newest = place(case.fleet.desired)
-    said = (
-        f"every worker has {newest}, the newest" if case.workers else f"no worker is here to have {newest}, the newest"
-    )
+    said = f"every node has {newest}, the newest" if case.workers else f"no worker is here to have {newest}, the newest"
     return all_of("policy", [_refused(case), _behind(case)], said)
 
 
@@ -140,12 +138,11 @@ def _behind(case: Case) -> Check:
         n.hello.node_id
         for n in case.fleet.nodes
         if n.connected
-        and n.hello.role == WORKER
         and not n.policy.refused.epoch
         and (n.policy.applied.epoch, n.policy.applied.revision) < (newest.epoch, newest.revision)
     ]
     if not behind:
-        return Check("who has the newest", OK, "every worker that does not refuse it")
+        return Check("who has the newest", OK, "every node that does not refuse it")
     fix = Fix("see who has which", "trimtab fleet")
     return Check("who has the newest", SUSPECT, f"{names(behind)} has not applied {place(newest)} yet", (fix,))
 

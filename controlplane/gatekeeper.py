@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 
 ADMIN, CONTROL = "/trimtab.v1.AdminService/", "/trimtab.v1.ControlService/"
 SCALER = "/externalscaler.ExternalScaler/"
+REPLICA = "trimtab-replica"
+"""Metadata of a replica that asks by itself: its name and its word (`Peers`)."""
 SHOWN = 80
 """Characters of a stranger's name in the log."""
 _granted: contextvars.ContextVar[Grant] = contextvars.ContextVar("granted")
@@ -70,7 +72,9 @@ class AccessFile:
 
 
 class Gatekeeper(grpc.aio.ServerInterceptor):
-    """`on_denied` is told (method, grant, words, request) of every admin call that was turned away."""
+    """`on_denied` is told (method, grant, words, request) of every admin call that was turned away. `replica` says which replica a word is of,
+    or nothing.
+    """
 
     def __init__(
         self,
@@ -78,11 +82,13 @@ class Gatekeeper(grpc.aio.ServerInterceptor):
         metrics: ControlMetrics,
         mesh: str,
         on_denied: Callable[[str, Grant, str, Any], Awaitable[None]],
+        replica: Callable[[str], str] = lambda said: "",
     ) -> None:
         self._access = access
         self._metrics = metrics
         self._mesh = mesh
         self._on_denied = on_denied
+        self._replica = replica
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
@@ -140,9 +146,12 @@ class Gatekeeper(grpc.aio.ServerInterceptor):
         )
 
     def _grant(self, context: Any) -> Grant:
-        said = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        metadata = dict(context.invocation_metadata() or ())
+        said = str(metadata.get("authorization", ""))
         scheme, _, token = said.partition(" ")
         caller: Caller = caller_of(context.auth_context(), self._mesh)
+        if not said and caller == PLAIN and (name := self._replica(str(metadata.get(REPLICA, "")))):
+            caller = Caller("control", name, "its word in the store")
         if said and scheme.lower() != "bearer":
             # Not a word of it: what has no scheme may be the token itself.
             return Grant(Caller("", "unknown", "an authorization that is no bearer token"), Role.NONE)

@@ -3,6 +3,9 @@
 Each replica tells the store that it lives, and who is connected to it; each reads what the others tell. So any replica knows the whole
 mesh, though a node talks to one alone. What changes with every push or report is not told: whoever wants it asks the replica itself.
 While the store is away what was told last stands: gateways go on with the workers that they have.
+
+Where certificates don't say who asks, whoever asked this replica does; what it asks by itself, such as a leader's commands, it asks by a word
+that it has made up, whose digest the store has: who can write there is above every role.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
+import hmac
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +26,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from controlplane.fleet import Fleet, Member
-from controlplane.gatekeeper import credentials
+from controlplane.gatekeeper import REPLICA, credentials
 from controlplane.leader import Leader
 from controlplane.store import Peer, PolicyStore
 from trimtab.codec import decode_hello, decode_report, encode_hello, encode_report
@@ -83,6 +89,7 @@ class Peers:
         self._newest = newest
         self._on_change = on_change
         self._tls = tls
+        self._word = secrets.token_urlsafe(32)
         self._seen: dict[str, Seen] = {}
         self._doors: dict[str, Renewing[Any]] = {}
         # None while nobody knows what the store has: at first (an earlier process of the same name may have left something), and after a
@@ -129,6 +136,7 @@ class Peers:
             leader=led is not None,
             term=led.term if led else 0,
             nodes=sum(m.connected for m in self._fleet.local()),
+            word_sha256=_digest(self._word),
         )
         state.newest.epoch, state.newest.revision, state.newest.sha256 = newest.epoch, newest.revision, newest.sha256
         peer = Peer(self.replica_id, self.address, self._seq, state.SerializeToString())
@@ -193,8 +201,25 @@ class Peers:
                 state = admin_pb2.ReplicaState.FromString(seen.peer.info)
                 state.seconds_since_heard = time.monotonic() - seen.heard_at
                 state.leader = state.leader and state.seconds_since_heard < ALIVE_MS / 1000
+                state.ClearField("word_sha256")
                 states.append(state)
         return states
+
+    def speaks(self, said: str) -> str:
+        """Which replica says that, of those that the store knows; empty where it is none of them."""
+        name, _, word = said.partition(" ")
+        seen = self._seen.get(name)
+        if seen is not None:
+            with contextlib.suppress(DecodeError):
+                known = admin_pb2.ReplicaState.FromString(seen.peer.info).word_sha256
+                if known and hmac.compare_digest(known, _digest(word)):
+                    return name
+        return ""
+
+    def _credentials(self) -> tuple[tuple[str, str], ...]:
+        """Of whoever asked this replica, else its own."""
+        own = ((REPLICA, f"{self.replica_id} {self._word}"),) if self._tls is None else ()
+        return credentials() or own
 
     async def ask(self, method: str, request: Any, *, within_s: float = ASK_S) -> dict[str, Any]:
         """Every other replica's answer to `method` of the admin service, or its error, by replica id."""
@@ -209,8 +234,8 @@ class Peers:
                 if door is None:
                     return Draining(f"replica {name} is gone")
                 with door.call() as stub:
-                    # Where certificates don't say who asks, whoever asked this replica does.
-                    return await getattr(stub, method)(requests[name], timeout=within_s, metadata=credentials())
+                    asking_as = self._credentials() or None
+                    return await getattr(stub, method)(requests[name], timeout=within_s, metadata=asking_as)
             except CertificateError as e:
                 # Certificates that are just being renewed.
                 return e
@@ -250,6 +275,10 @@ class Peers:
             await self._hang_up(name)
         with contextlib.suppress(StoreUnavailable):
             await self._store.withdraw(self.replica_id)
+
+
+def _digest(word: str) -> bytes:
+    return hashlib.sha256(word.encode()).digest()
 
 
 def encode_members(members: Iterable[Member]) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab.codec import decode_partial
-from trimtab.errors import PolicyRefused
+from trimtab.errors import PolicyRefused, TrimtabError
 from trimtab.kit.cli import WIDTH
 from trimtab.policy import FIELDS, Field, Policy, Value, parse, text
 
@@ -117,6 +117,18 @@ def _source(path: str, answer: Any) -> str:
 def field_text(f: Field, answer: Any) -> str:
     """One field's value with its unit, and where it comes from."""
     return f"{_with_unit(f, decode_partial(answer.effective).get(f.path))} ({_source(f.path, answer)})"
+
+
+def node_field_text(f: Field, answer: Any) -> str:
+    """The same of a node, whose answer may be an error."""
+    return answer.message if isinstance(answer, TrimtabError) else field_text(f, answer)
+
+
+def node_field_json(f: Field, answer: Any) -> dict[str, Any]:
+    if isinstance(answer, TrimtabError):
+        return {"value": None, "source": None, "error": answer.message}
+    found = policy_json(answer, [f])["fields"][f.path]
+    return {"value": found["value"], "source": found["source"]}
 
 
 def policy_json(answer: Any, fields: Iterable[Field]) -> dict[str, Any]:

@@ -94,7 +94,9 @@ class ControlPlane:
             self.replica, self.fleet, metrics, forget_s=forget_s, on_moved=lambda: self.peers.changed()
         )
         self._health = health_aio.HealthServicer()
-        gatekeeper = Gatekeeper(access or AccessFile(None), metrics, mesh, self._denied)
+        gatekeeper = Gatekeeper(
+            access or AccessFile(None), metrics, mesh, self._denied, lambda said: self.peers.speaks(said)
+        )
         self._server = grpc.aio.server(interceptors=[gatekeeper], options=SERVER_OPTIONS)
         control_pb2_grpc.add_ControlServiceServicer_to_server(self.control, self._server)
         self.peers = Peers(

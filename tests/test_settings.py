@@ -93,6 +93,7 @@ def test_lists_and_absent_values_are_read(tmp_path: Path) -> None:
     [
         ("worker", "listen", "7100", "worker listen must be host:port"),
         ("worker", "metrics", "localhost:x", "worker metrics must be host:port"),
+        ("worker", "control", "", "worker control must name a control plane"),
         ("worker", "log_level", "loud", "worker log_level must be one of"),
         ("worker", "node_id", "a/b", "worker node_id must be letters"),
         ("gateway", "http", "nowhere", "gateway http must be host:port"),

@@ -48,7 +48,8 @@ class Reblock:
 
     `recompute_tokens` are tokens of `requests` requests whose KV is computed anew; `cached_tokens` are those of prefixes that nobody runs on
     and that are lost as well. `carried_tokens` were moved into the new blocks, and nobody computes them. `change_ms` is the engine's time from
-    the first thing touched to the end.
+    the first thing touched to the end. `recompute_context` is how many tokens are before each of those that are computed anew, summed over
+    them.
     """
 
     before: Geometry
@@ -58,6 +59,7 @@ class Reblock:
     cached_tokens: int = 0
     change_ms: float = 0.0
     carried_tokens: int = 0
+    recompute_context: int = 0
     dry_run: bool = False
 
     @property
@@ -66,11 +68,15 @@ class Reblock:
         return self.carried_tokens > 0 and not self.recompute_tokens
 
 
-def recompute_s(tokens: int, requests: int, tokens_per_s: float, ms_per_1000_context: float = 0.0) -> float:
-    """Seconds that an engine takes to compute these requests anew, of so many tokens in all: at its rate, and for each token so much more for
-    every 1,000 tokens before it. Requests are taken to be equally long: of unequal ones the longest cost more than that.
-    """
-    context = tokens * tokens / (2.0 * requests) if requests else 0.0
+def context_of(tokens: int, known: int = 0) -> int:
+    """How many tokens are before each token of a request, summed over those after its first `known` ones; as the step-time model counts a
+    chunk's."""
+    return (tokens * tokens - known * known) // 2
+
+
+def recompute_s(tokens: int, context: float, tokens_per_s: float, ms_per_1000_context: float = 0.0) -> float:
+    """Seconds that an engine takes to compute so many tokens: at its rate, and for each so much more for every 1,000 tokens before it;
+    `context` sums those (`context_of`)."""
     return tokens / tokens_per_s + context / 1000.0 * ms_per_1000_context / 1000.0
 
 

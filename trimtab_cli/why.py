@@ -63,7 +63,7 @@ def why(
 ) -> None:
     """Tell why things are as they are: who changed what, when, from what to what, on what evidence, and which nodes applied it when.
 
-    Without a subject, of everything. Of a policy FIELD such as batch.active: its changes, its value on each worker and where that comes
+    Without a subject, of everything. Of a policy FIELD such as batch.active: its changes, its value on each node and where that comes
     from. Of a NODE: what it holds and what it answered. Of a REQUEST, by its id or its trace's: where its time went, under which policy,
     and what was changed meanwhile.
     """
@@ -197,6 +197,7 @@ def _field(
 ) -> None:
     from controlplane import render
     from controlplane import story as s
+    from controlplane.cli_history import of_each_node
 
     asked = FIELDS[path]
 
@@ -204,18 +205,16 @@ def _field(
         known = await look(client)
         if known.missing is not None:
             raise known.missing
-        nodes = [n.hello.node_id for n in known.fleet.nodes if n.connected]
-        return known.story, await client.get_policy(), {name: await client.get_policy(name) for name in nodes}
+        return known.story, await client.get_policy(), await of_each_node(client)
 
     story, now, each = ask(control, as_json, both)
     found = s.of_field(story, path)[:limit]
     if as_json:
-        values = {name: render.policy_json(a, [asked])["fields"][path] for name, a in each.items()}
-        nodes = {name: {"value": f["value"], "source": f["source"]} for name, f in values.items()}
+        nodes = {name: render.node_field_json(asked, a) for name, a in each.items()}
         _tell("", found, as_json, field=path, **render.policy_json(now, [asked])["fields"][path], nodes=nodes)
         return
     lines = [f"{path}: {render.field_text(asked, now)}"]
-    lines += [f"  {name}: {render.field_text(asked, a)}" for name, a in each.items()] or ["  no node is connected"]
+    lines += [f"  {name}: {render.node_field_text(asked, a)}" for name, a in each.items()] or ["  no node is connected"]
     _tell("\n".join([*lines, ""]), found, as_json)
 
 

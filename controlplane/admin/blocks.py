@@ -73,7 +73,7 @@ class Blocks:
             node = await self._reblock_one(request, worker)
             rate, more_ms = _prefill(seen.get(worker.node_id))
             if node.HasField("result") and rate and node.result.recompute_tokens:
-                node.recompute_s = recompute_s(node.result.recompute_tokens, node.result.requests, rate, more_ms)
+                node.recompute_s = recompute_s(node.result.recompute_tokens, _context(node.result), rate, more_ms)
             found.append(node)
             if not request.dry_run and not request.local:
                 await self._record(request, worker, node)
@@ -203,6 +203,11 @@ def _told(request: admin_pb2.ReblockNodesRequest, node: admin_pb2.NodeReblocked)
     if r.carried_tokens:
         cost = f"{r.carried_tokens} tokens carried over" + (f", {cost}" if r.recompute_tokens else "")
     return f"KV block size {r.before_block_size} → {r.after_block_size}, {cost}"
+
+
+def _context(r: control_pb2.ReblockResult) -> float:
+    """Of a worker of an older build as if its requests were equally long."""
+    return float(r.recompute_context) or r.recompute_tokens**2 / (2.0 * max(1, r.requests))
 
 
 def _prefill(node: NodeSeen | None) -> tuple[float | None, float]:

@@ -27,7 +27,7 @@ usage: install.sh [options]                    install, or bring up to date
   --link-venv DIR   use this virtual environment, with Trimtab in it, instead of making one
   --engine E        gpu, cpu or none: what workers run on [default: gpu where there are GPUs, else cpu]
   --python P        interpreter for the environment, 3.11 to 3.14 [default: python3]
-  --prefix DIR      the environment [default: /opt/trimtab]
+  --prefix DIR      the environment [default: where it is installed already, else /opt/trimtab]
   --root DIR        everything below DIR, such as an image of a machine; nothing of this one is touched
   --force           replace the environment though units run in it
   --dry-run         say what would be done
@@ -36,7 +36,7 @@ HELP
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source_dir=$(cd "$here/../.." && pwd)
-root='' prefix=/opt/trimtab wheel='' link='' python=python3 engine='' gpus='' numa='' dry='' uninstall='' purge='' tls='' scale='' force=''
+root='' prefix='' wheel='' link='' python=python3 engine='' gpus='' numa='' dry='' uninstall='' purge='' tls='' scale='' force=''
 address=127.0.0.1 name=''
 roles=()
 changes=0
@@ -82,6 +82,10 @@ done
 for role in "${roles[@]}"; do
     [[ $role =~ ^(control|gateway|worker|all)$ ]] || fail "--role must be control, gateway, worker or all, not '$role'"
 done
+if [[ -z $prefix ]]; then
+    prefix=$(sed -nE 's#^ExecStart=(/[A-Za-z0-9._/-]+)/bin/trimtab(-[a-z]+)? .*#\1#p' "$root/$UNITS"/trimtab-*.service 2>/dev/null | head -n 1) || true
+    prefix=${prefix:-/opt/trimtab}
+fi
 [[ $prefix == /?* && $prefix =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--prefix must be an absolute path of plain characters, not '$prefix'"
 [[ -z $root || $root == /* ]] || fail "--root must be an absolute path, not '$root'"
 [[ -z $gpus || $gpus =~ ^(0|[1-9][0-9]?)$ ]] || fail "--gpus must be a number up to 99, not '$gpus'"
@@ -98,12 +102,13 @@ has() { [[ " ${roles[*]} " == *" $1 "* || " ${roles[*]} " == *" all "* ]]; }
 # shellcheck source=deploy/bare-metal/environment.sh
 source "$here/environment.sh"
 
-# stdin becomes the file $1 (below the root) with mode $2, if it differs. Files under /etc that exist are left as they are.
+# stdin becomes the file $1 (below the root) with mode $2, if it differs. Files under /etc that exist are left as they are, unless they are what
+# the file $3 has: then they are still as this script wrote them.
 put() {
-    local to=$root/$1 mode=$2 now
+    local to=$root/$1 mode=$2 before=${3:-} now
     now=$(mktemp)
     cat >"$now"
-    if [[ $1 == etc/* && -e $to ]]; then
+    if [[ $1 == etc/* && -e $to ]] && { [[ -z $before ]] || ! cmp -s "$before" "$to"; }; then
         cmp -s "$now" "$to" || say "kept: /$1 (yours)"
     elif ! cmp -s "$now" "$to"; then
         changed "write /$1"
@@ -206,12 +211,18 @@ put_config() {
         for ((i = 0; i < workers; i++)); do put_worker "$i"; done
     fi
     if [[ -z $tls ]]; then return; fi
+    # Where certificates were taken the other way before, and nobody has touched that since.
+    local before other=tls
+    if [[ $tls == tls ]]; then other='tls-credentials'; fi
+    before=$(mktemp)
     for role in control gateway worker; do
         if has "$role"; then
+            sed "s#/tls/$role-#&$name#" "$dir/$other/$role.conf" >"$before"
             sed "s#/tls/$role-#&$name#" "$dir/$tls/$role.conf" \
-                | put "etc/systemd/system/trimtab-$role${at[$role]}.service.d/20-tls.conf" 0644
+                | put "etc/systemd/system/trimtab-$role${at[$role]}.service.d/20-tls.conf" 0644 "$before"
         fi
     done
+    rm -f "$before"
 }
 
 # $1, where this machine's address is one for others too.

@@ -156,6 +156,7 @@ def _encode(r: Reblock) -> control_pb2.ReblockResult:
         change_ms=r.change_ms,
         carried=r.carried,
         carried_tokens=r.carried_tokens,
+        recompute_context=r.recompute_context,
         dry_run=r.dry_run,
     )
 

@@ -74,6 +74,8 @@ class WorkerSettings(TlsSettings):
     def __post_init__(self) -> None:
         optional = ("advertise",) if self.advertise else ()
         wrong = check(self, "worker", addresses=("listen", "metrics", "control", *optional), names=("node_id", "mesh"))
+        if not self.control:
+            wrong.append("worker control must name a control plane, such as 127.0.0.1:7071")
         if self.advertise.rsplit(":", 1)[0] in EVERYWHERE:
             wrong.append(f"worker advertise must be an address that gateways can dial, not {self.advertise!r}")
         wrong += faults("worker", self, well_formed(self.listen))

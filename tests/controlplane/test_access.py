@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from controlplane.access import NEEDS, Access, AccessFault, Role, Token, read_access
 from controlplane.admin.client import AdminClient
-from controlplane.gatekeeper import ADMIN, CONTROL, AccessFile, Gatekeeper
+from controlplane.gatekeeper import ADMIN, CONTROL, REPLICA, AccessFile, Gatekeeper
 from controlplane.metrics import ControlMetrics
 from controlplane.server import ControlPlane
 from controlplane.store.memory import MemoryStore
@@ -27,7 +27,7 @@ from trimtab.client import Unreachable
 from trimtab.errors import PermissionDenied, TrimtabError, Unauthenticated
 from trimtab.kit.tls import PLAIN, Caller, Tls
 from trimtab.messages import Role as NodeRole
-from trimtab.v1 import admin_pb2
+from trimtab.v1 import admin_pb2, admin_pb2_grpc
 
 TOKEN = "a-token-of-some-length"
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
@@ -282,3 +282,42 @@ async def test_a_replica_asks_the_others_with_its_certificate_of_now(tmp_path: P
         ours.key.write_bytes(good.key.read_bytes())
         while not isinstance(await asked(), admin_pb2.GetFleetResponse):
             await asyncio.sleep(0.02)
+
+
+async def test_replicas_know_each_other_by_their_words_where_no_certificates_do(tmp_path: Path) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(FILE)
+    store = MemoryStore()
+    planes = [
+        ControlPlane(
+            store, "127.0.0.1:0", ControlMetrics(CollectorRegistry()), access=AccessFile(file), replica_id=name
+        )
+        for name in ("c0", "c1")
+    ]
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        for plane in planes:
+            await plane.start()
+            stack.push_async_callback(plane.stop)
+        node = FakeNode(planes[1].address, "w0")
+        node.start()
+        stack.push_async_callback(node.stop)
+        await node.holds(1, 1)
+
+        async def asked(method: str, request: Any) -> Any:
+            return (await planes[0].peers.ask(method, request)).get("c1")
+
+        while not isinstance(await asked("ListReports", admin_pb2.ListReportsRequest()), admin_pb2.ListReportsResponse):
+            await asyncio.sleep(0.02)
+        reload = admin_pb2.ReloadNodeRequest(node_id="w0", author="controller/heal", local=True)
+        assert isinstance(await asked("ReloadNode", reload), admin_pb2.ReloadNodeResponse), "as a leader commands"
+
+        async with grpc.aio.insecure_channel(planes[1].address) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            told = (await store.peers({}))[0].info.hex()
+            for said in ("", "c0", "c0 ", "c0 a-guess", "c9 a-guess", f"c0 {told[-64:]}"):
+                with pytest.raises(grpc.aio.AioRpcError) as e:
+                    await stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=((REPLICA, said),))
+                assert e.value.code() is grpc.StatusCode.UNAUTHENTICATED, said
+        async with AdminClient(planes[1].address, token=TOKEN) as client:
+            replicas = (await client.fleet()).replicas
+        assert [(r.replica_id, r.word_sha256) for r in replicas] == [("c1", b""), ("c0", b"")]

@@ -112,6 +112,13 @@ def test_a_refused_policy_is_found_and_a_field_beyond_an_engine_is_set_to_what_i
     assert found(a_case(desired=2), "policy").verdict is SUSPECT
 
 
+def test_a_gateway_without_the_newest_policy_is_found_too() -> None:
+    behind = a_member("g0")
+    behind.hello.role = control_pb2.ROLE_GATEWAY
+    finding = found(a_case(members=[a_member(revision=2), behind], desired=2), "policy")
+    assert finding.verdict is SUSPECT and "g0 has not applied 1.2 yet" in finding.said
+
+
 def test_a_store_that_is_away_and_a_mesh_without_a_leader_are_found() -> None:
     finding = found(a_case(store={"connected": False, "description": "redis at h:1: refused"}), "store")
     assert finding.verdict is FOUND and "the store is away" in finding.said and "h:1" in finding.said

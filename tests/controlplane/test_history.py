@@ -10,10 +10,11 @@ import pytest
 from controlplane import cli_history, render
 from controlplane.history import between, revision
 from controlplane.spec import Spec
+from tests.controlplane.mesh import FakeNode
 from tests.controlplane.shell import Shell
 from trimtab.errors import InvalidRequest
 from trimtab.policy import Change
-from trimtab.snapshot import Pin, Scope, ScopeKind
+from trimtab.snapshot import Limits, Pin, Scope, ScopeKind
 from trimtab.v1 import admin_pb2
 
 
@@ -136,6 +137,17 @@ async def test_explain_says_where_a_value_comes_from_and_who_changed_it(shell: S
     assert said.count("cid") == 1, "who wrote the policy last, but not its change of another field"
     assert (await shell("policy", "explain", "batch.activ")).exit_code == 2
     assert "nobody has changed it" in (await shell("policy", "explain", "serial.above")).stdout
+
+
+async def test_explain_tells_of_a_node_that_can_not_take_the_policy_too(shell: Shell) -> None:
+    await shell("policy", "set", "batch.active=32")
+    shell.mesh.start_node(FakeNode(shell.mesh.address, "w1", limits=Limits(max_num_seqs=16)))
+    await shell.mesh.until(lambda fleet: "w1" in fleet and fleet["w1"].refusal is not None)
+    found = await shell.json("policy", "explain", "batch.active")
+    assert (found["nodes"]["w0"], found["nodes"]["w1"]["value"]) == ({"value": 32, "source": "spec"}, None)
+    assert "16" in found["nodes"]["w1"]["error"]
+    said = (await shell("policy", "explain", "batch.active")).stdout
+    assert "  w0: 32 requests (spec)" in said and f"  w1: {found['nodes']['w1']['error']}" in said
 
 
 def test_what_the_leader_writes_in_a_persons_name_is_that_persons() -> None:

@@ -230,6 +230,33 @@ def test_another_prefix_is_in_the_units(tmp_path: Path) -> None:
     assert (tmp_path / "srv/mesh").resolve() == VENV.resolve()
 
 
+@pytest.mark.slow
+def test_where_it_is_installed_is_found_again(tmp_path: Path) -> None:
+    assert install(tmp_path, "--prefix", "/srv/mesh", "--gpus", "0").returncode == 0
+    assert install(tmp_path, "--gpus", "0").stdout == UNCHANGED
+    assert install(tmp_path, "--uninstall", "--purge").returncode == 0
+    assert files(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_certificates_may_be_taken_the_other_way_later(tmp_path: Path) -> None:
+    def drop_in(role: str) -> Path:
+        return tmp_path / f"etc/systemd/system/trimtab-{role}.service.d/20-tls.conf"
+
+    words = ("--gpus", "1", "--name", "here")
+    for way, copied in (("--tls", False), ("--tls-credentials", True), ("--tls", False)):
+        done = install(tmp_path, *words, way)
+        assert done.returncode == 0 and "20-tls.conf (yours)" not in done.stdout
+        for role in ("control", "gateway", "worker@"):
+            assert ("LoadCredential=" in drop_in(role).read_text()) is copied
+            assert f"/tls/{role.rstrip('@')}-here-" in drop_in(role).read_text()
+        assert install(tmp_path, *words, way).stdout == UNCHANGED
+    drop_in("gateway").write_text("# mine\n")
+    done = install(tmp_path, *words, "--tls-credentials")
+    assert "kept: /etc/systemd/system/trimtab-gateway.service.d/20-tls.conf (yours)\n" in done.stdout
+    assert drop_in("gateway").read_text() == "# mine\n" and "LoadCredential=" in drop_in("control").read_text()
+
+
 def a_machine_with_gpus(where: Path, nodes: dict[str, str]) -> dict[str, str]:
     """The environment in which nvidia-smi lists these bus addresses, and the kernel has them at these NUMA nodes."""
     smi = where / "bin" / "nvidia-smi"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.blocks import LADDER, SPEED, Figures, gain, kept, nearest, recompute_s, speed, waste
+from trimtab.blocks import LADDER, SPEED, Figures, context_of, gain, kept, nearest, recompute_s, speed, waste
 from trimtab.policy import Policy
 from trimtab.scheduling import Shape, StepTimeModel
 from trimtab.workload import CHAT, CODE, DOCUMENTS, SUMMARIES
@@ -35,9 +35,17 @@ def test_computing_anew_takes_what_the_step_model_says_of_its_chunks(requests: i
             shape = Shape()
             shape.add_prefill(chunk, context)
             ms += model.predict(shape)
-    assert recompute_s(requests * each, requests, 2000.0, 0.02) == pytest.approx(ms / 1000.0)
-    assert recompute_s(requests * each, requests, 2000.0) == pytest.approx(requests * 10.0)
+    context = requests * context_of(each)
+    assert recompute_s(requests * each, context, 2000.0, 0.02) == pytest.approx(ms / 1000.0)
+    assert recompute_s(requests * each, context, 2000.0) == pytest.approx(requests * 10.0)
     assert recompute_s(0, 0, 2000.0, 0.02) == 0.0
+
+
+def test_what_is_known_already_is_context_and_nothing_to_compute() -> None:
+    assert context_of(100) == context_of(40) + context_of(100, 40)
+    assert context_of(100, 100) == 0
+    # A long one beside short ones costs more than as many tokens in equal parts.
+    assert context_of(91) + 9 * context_of(1) > 10 * context_of(10)
 
 
 @given(lengths, sizes)

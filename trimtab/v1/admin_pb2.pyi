@@ -1046,6 +1046,7 @@ class ReplicaState(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _builtins.int
+    WORD_SHA256_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     address: _builtins.str
     """host:port of its gRPC server."""
@@ -1055,6 +1056,8 @@ class ReplicaState(_message.Message):
     """The lease's fencing token."""
     nodes: _builtins.int
     seconds_since_heard: _builtins.float
+    word_sha256: _builtins.bytes
+    """SHA-256 of the word by which the others know its calls where no certificates do; in the store alone, never in an answer."""
     @_builtins.property
     def newest(self) -> _policy_pb2.SnapshotIdentity: ...
     def __init__(
@@ -1067,10 +1070,11 @@ class ReplicaState(_message.Message):
         nodes: _builtins.int = ...,
         newest: _policy_pb2.SnapshotIdentity | None = ...,
         seconds_since_heard: _builtins.float = ...,
+        word_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leader", b"leader", "newest", b"newest", "nodes", b"nodes", "replica_id", b"replica_id", "seconds_since_heard", b"seconds_since_heard", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leader", b"leader", "newest", b"newest", "nodes", b"nodes", "replica_id", b"replica_id", "seconds_since_heard", b"seconds_since_heard", "term", b"term", "word_sha256", b"word_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -812,6 +812,7 @@ class ReblockResult(_message.Message):
     CARRIED_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     CARRIED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_CONTEXT_FIELD_NUMBER: _builtins.int
     before_block_size: _builtins.int
     before_total_blocks: _builtins.int
     after_block_size: _builtins.int
@@ -828,6 +829,8 @@ class ReblockResult(_message.Message):
     dry_run: _builtins.bool
     carried_tokens: _builtins.int
     """Moved into the new blocks, and computed by nobody."""
+    recompute_context: _builtins.int
+    """How many tokens are before each of those that are computed anew, summed over them."""
     def __init__(
         self,
         *,
@@ -842,10 +845,11 @@ class ReblockResult(_message.Message):
         carried: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
         carried_tokens: _builtins.int = ...,
+        recompute_context: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_block_size", b"after_block_size", "after_total_blocks", b"after_total_blocks", "before_block_size", b"before_block_size", "before_total_blocks", b"before_total_blocks", "cached_tokens", b"cached_tokens", "carried", b"carried", "carried_tokens", b"carried_tokens", "change_ms", b"change_ms", "dry_run", b"dry_run", "recompute_tokens", b"recompute_tokens", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_block_size", b"after_block_size", "after_total_blocks", b"after_total_blocks", "before_block_size", b"before_block_size", "before_total_blocks", b"before_total_blocks", "cached_tokens", b"cached_tokens", "carried", b"carried", "carried_tokens", b"carried_tokens", "change_ms", b"change_ms", "dry_run", b"dry_run", "recompute_context", b"recompute_context", "recompute_tokens", b"recompute_tokens", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

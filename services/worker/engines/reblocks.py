@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.blocks import CARRIED_AS_ONE, LADDER, Geometry, Reblock, When
+from trimtab.blocks import CARRIED_AS_ONE, LADDER, Geometry, Reblock, When, context_of
 from trimtab.errors import EngineDead, ReblockRefused
 
 MAX_BLOCK_SIZE = LADDER[-1]
@@ -48,16 +48,16 @@ def refuse_long(longest: int, after: Geometry, accepted: tuple[int, ...], *, usa
         )
 
 
-def moves(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int, usable: int) -> tuple[int, int]:
-    """(carried, computed anew): what becomes of requests' tokens where their KV is carried into so many `usable` blocks of that size, one
-    request after another, each whole or not at all.
+def moves(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int, usable: int) -> tuple[int, int, int]:
+    """(carried, computed anew, and the context of those: `blocks.context_of`): what becomes of requests' tokens where their KV is carried into
+    so many `usable` blocks of that size, one request after another, each whole or not at all.
 
     A prefix that several have in common, as far as it fills blocks of that size, counts once. Each request is its kind, its tokens, and how
     many of them count; prefixes of different kinds have nothing in common.
     """
     seen: set[int] = set()
     left: list[tuple[list[int], int]] = []
-    carried = anew = 0
+    carried = anew = context = 0
     for kind, tokens, count in requests:
         chains = _chains(kind, tokens[:count], block_size)
         own = count - _shared(chains, seen) * block_size
@@ -70,9 +70,11 @@ def moves(requests: Iterable[tuple[object, Sequence[int], int]], block_size: int
         else:
             left.append((chains, count))
     for chains, count in left:
-        anew += count - _shared(chains, seen) * block_size
+        known = _shared(chains, seen) * block_size
+        anew += count - known
+        context += context_of(count, known)
         seen.update(chains)
-    return carried, anew
+    return carried, anew, context
 
 
 def _chains(kind: object, tokens: Sequence[int], block_size: int) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from services.worker.engines import Applied, Job, Output, Stamps, reblocks
 from services.worker.engines.death import Death, death_of, described
 from services.worker.engines.tokenizers import ByteTokenizer
-from trimtab.blocks import Geometry, Reblock, When
+from trimtab.blocks import Geometry, Reblock, When, context_of
 from trimtab.engine import Costs, EngineValue
 from trimtab.errors import EngineDead, EngineFault, InvalidRequest, ReblockRefused, Violation
 from trimtab.messages import Load, TokenLogprobs, TopLogprob
@@ -156,7 +156,10 @@ class SimulatedEngine:
             raise ReblockRefused(why, cause="SIZE", accepted=accepted)
         after = Geometry(block_size, value.kv_tokens // block_size)
         reblocks.refuse_long(self.limits.max_model_len, after, accepted, usable=after.total_blocks)
-        found = Reblock(before, after, value.resident_tokens, len(value.running), dry_run=dry_run)
+        context = sum(context_of(s.computed) for s in value.running)
+        found = Reblock(
+            before, after, value.resident_tokens, len(value.running), recompute_context=context, dry_run=dry_run
+        )
         reblocks.refuse_busy(found, when, max_recompute_tokens, accepted)
         if dry_run:
             return found

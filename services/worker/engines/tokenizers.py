@@ -21,13 +21,21 @@ _BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+def _rust(tokenizer: Any) -> Any:
+    """The `tokenizers` library's own behind it; None behind one that is Python only."""
+    from tokenizers import Tokenizer
+
+    inner = getattr(tokenizer, "_tokenizer", None)
+    return inner if isinstance(inner, Tokenizer) else None
+
+
 class HfTokenizer:
     """A Hugging Face tokenizer (any that vLLM uses). `vocab_size` is the model's, in tokens; `chat_args` are arguments of its chat template."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, chat_args: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._chat_args = dict(chat_args or {})
-        self._fast = getattr(tokenizer, "_tokenizer", None)
+        self._fast = _rust(tokenizer)
         self.vocab_size = vocab_size
         self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
         self._special = frozenset(tokenizer.all_special_ids)
@@ -65,7 +73,9 @@ class HfTokenizer:
 
     def text_stream(self, prompt: tuple[int, ...], *, skip_special: bool) -> TextStream:
         if self._fast is None:
-            raise TypeError("the worker needs a fast (Rust) tokenizer; this model's is Python only")
+            from services.worker.engines.vllm_text import PythonStream
+
+            return PythonStream(self._tokenizer, prompt, skip_special)
         return _HfStream(self._fast, prompt, skip_special)
 
 

@@ -78,10 +78,10 @@ def _reblock(core: Any, asked: dict[str, Any]) -> Reblock:
     if why := _unrecomputable(scheduler):
         raise ReblockRefused(why, cause="NOT_RECOMPUTABLE", accepted=accepted)
     carries = asked["carry"] and bool(scheduler.running) and vllm_carry.can(core, was.block_size, size)
-    carried, recompute = _moves(scheduler, size, after.num_blocks - 1 if carries else 0)
+    carried, recompute, context = _moves(scheduler, size, after.num_blocks - 1 if carries else 0)
     found = Reblock(
         was, becomes, recompute, len(scheduler.running), _cached_tokens(scheduler), carried_tokens=carried,
-        dry_run=asked["dry_run"],
+        recompute_context=context, dry_run=asked["dry_run"],
     )  # fmt: skip
     reblocks.refuse_busy(found, When(asked["when"]), asked["max_recompute_tokens"], accepted)
     if asked["dry_run"]:
@@ -178,9 +178,9 @@ def _unrecomputable(scheduler: Any) -> str:
 # What it costs.
 
 
-def _moves(scheduler: Any, size: int, usable: int) -> tuple[int, int]:
+def _moves(scheduler: Any, size: int, usable: int) -> tuple[int, int, int]:
     """Tokens of the running that are carried into so many blocks, and those that have to be computed anew, as the prefix cache of the new
-    size saves them."""
+    size saves them, with their context."""
     shares = scheduler.cache_config.enable_prefix_caching
 
     def kind(request: Any) -> object:
