@@ -1,6 +1,7 @@
 """For every test: processes share compiled code, tests run side by side, and no property fails because the machine is slow."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tests import workers
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 sys.dont_write_bytecode = False
+
+# Where these run in the background of a shell, Ctrl-C is ignored by them, and would be by all that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anybody imports it from there: a port that is free now must not be given to the test next door as well.
 ports = workers.ports_of_its_own()

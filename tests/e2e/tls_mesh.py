@@ -141,11 +141,17 @@ class Mesh:
         place = ["--node-id", name, "--listen", listen, "--metrics", local(), "--control", control]
         return ["-m", "services.worker", "--engine", "simulated", *place, *self.files(who)]
 
+    def check(self) -> None:
+        """Nobody has ended: who waits for one that has would only see that time is up."""
+        for name, log, running in ((p.name, p.log, p.running) for p in self.processes):
+            assert running.poll() is None, f"{name} ended with {running.returncode}:\n{log.read_text()[-2000:]}"
+
     async def ready(self) -> None:
         """Both replicas know both workers, and the gateway serves."""
         async with asyncio.timeout(PATIENCE_S):
             for address in self.controls:
                 while await self.members(address) != {"w0", "w1", "g0"}:
+                    self.check()
                     await asyncio.sleep(0.1)
             async with Client(self.gateway, tls=self.tls("viewer bob")) as client:
                 while True:
