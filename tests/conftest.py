@@ -9,7 +9,6 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-import trimtab.kit.process
 from tests import workers
 
 # Setup compiled what is installed; our own source is compiled by whoever imports it first, and not by each started process anew.
@@ -20,11 +19,6 @@ sys.dont_write_bytecode = False
 # Where these run in the background of a shell, Ctrl-C is ignored by them, and would be by all that they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Before anybody imports it from there: a port that is free now must not be given to the test next door as well.
-ports = workers.ports_of_its_own()
-if ports is not None:
-    trimtab.kit.process.free_port = lambda host="127.0.0.1": ports()
 
 # Rich's pictures of tracebacks, with every frame's source and locals, take 70 ms each, and what tests provoke is full of them.
 structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback

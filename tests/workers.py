@@ -1,20 +1,12 @@
-"""Tests in several processes at once (pytest-xdist): ports that no two of them share, and vLLM's tests alone at the end."""
+"""Tests in several processes at once (pytest-xdist), and vLLM's tests alone at the end."""
 
 from __future__ import annotations
 
-import fcntl
-import itertools
-import os
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
-
-from trimtab.kit.process import port_is_free
 
 WORKERS = 4
 """On two cores: half of what tests do is waiting for processes and for time."""
@@ -22,12 +14,6 @@ TESTS = Path(__file__).parent
 SLOW_FIRST = ("e2e", "controlplane", "docs", "bench")
 """What takes long begins early, so that all end at about the same time."""
 VLLM = "tests/vllm"
-
-FIRST, END = 10_000, 32_000
-"""Below what the kernel gives to those who ask for any port."""
-BLOCK = 1000
-STRIDE = 10
-"""Who finds a port taken tries the next ones; those are not given to anybody soon."""
 
 
 def is_whole(config: pytest.Config) -> bool:
@@ -82,25 +68,3 @@ def slow_first(items: list[pytest.Item]) -> None:
         return SLOW_FIRST.index(top) if top in SLOW_FIRST else len(SLOW_FIRST) + (top == "vllm")
 
     items.sort(key=place)
-
-
-def ports_of_its_own() -> Callable[[], int] | None:
-    """Gives a port that no other process of tests on this machine gets, as long as this one lives. None where all blocks are taken."""
-    directory = Path(tempfile.gettempdir(), f"trimtab-test-ports-{os.getuid()}")
-    directory.mkdir(mode=0o700, exist_ok=True)
-    for first in range(FIRST, END, BLOCK):
-        lock = (directory / str(first)).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            continue
-        return _ports(first, lock).__next__
-    return None
-
-
-def _ports(first: int, lock: IO[str]) -> Iterator[int]:
-    with lock:  # the kernel lets go of it when this process ends
-        for offset in itertools.cycle([n for start in range(STRIDE) for n in range(start, BLOCK, STRIDE)]):
-            if port_is_free(first + offset):
-                yield first + offset

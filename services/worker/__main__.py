@@ -18,6 +18,7 @@ import click
 import grpc
 import structlog
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from services.control import PolicyKeeper
 from services.worker.callers import Callers
@@ -204,7 +205,7 @@ def around(engine: Engine) -> tuple[int, int]:
     return engine.load().running, int(engine.stats().get("longest_prefill", 0))
 
 
-async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
+async def compose(s: WorkerSettings, told: Told | None = None, registry: CollectorRegistry | None = None) -> Worker:
     """Start everything but the serving; the port is taken first, so that a taken one is known before the engine's long start."""
     server = grpc.aio.server(options=rpc.WORKER_OPTIONS)
     port = rpc.bind(server, s.listen, tls_of(s, s.mesh))
@@ -218,7 +219,7 @@ async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
     state = process.state_dir(s.mesh)
     keeper = PolicyKeeper(node, obedience(engine, gate), state / f"policy-{s.node_id}.json")
     await keeper.start()
-    metrics = WorkerMetrics(engine.model)
+    metrics = WorkerMetrics(engine.model, registry)
     steering = Steering(engine, gate)
     policy = functools.partial(policy_of, keeper)
     measuring = Measuring(policy, functools.partial(around, engine), time.monotonic())
@@ -269,16 +270,16 @@ async def compose(s: WorkerSettings, told: Told | None = None) -> Worker:
 
 async def serve(s: WorkerSettings, told: Told | None = None) -> int:
     """Until SIGTERM, the engine's death, or the failure of a part that it can't live without; the exit code."""
-    notifier = notify.from_environment()
-    w = await compose(s, told)
+    notifier, registry = notify.from_environment(), CollectorRegistry()
+    try:
+        # Taken before the engine's start too; what is measured comes to it after that.
+        httpd = serve_metrics(s.metrics, registry)
+    except OSError as e:
+        raise rpc.PortTaken(rpc.cannot_listen(s.metrics, e)) from e
+    w = await compose(s, told, registry)
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, w.leave)
-    try:
-        httpd = serve_metrics(s.metrics, w.metrics.registry)
-    except OSError as e:
-        await w.engine.stop()
-        raise rpc.PortTaken(rpc.port_taken(s.metrics)) from e
     await w.server.start()
     failed = False
 

@@ -41,8 +41,8 @@ class Watched:
 
 
 class WorkerMetrics:
-    def __init__(self, model: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
         self._model = model
 
         def histogram(name: str, text: str, label: str = "workload") -> Histogram:

@@ -66,7 +66,8 @@ class FakeGateway(inference_pb2_grpc.InferenceServiceServicer):
                     await step.wait()
                 else:
                     yield codec.encode_event(step)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # While an event is being sent the cancellation is gRPC's, and this generator is closed.
             self.cancelled.set()
             raise
 

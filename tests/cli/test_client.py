@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -86,6 +87,22 @@ async def test_leaving_the_iteration_cancels_the_call(client: Client, gateway: F
         task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.wait_for(gateway.cancelled.wait(), 20.0)
+
+
+async def test_a_loop_that_is_broken_off_is_over_at_once_also_after_a_lost_connection(gateway: FakeGateway) -> None:
+    """Without help of the garbage collector: nothing that a call remembers of its failures keeps it alive."""
+    gateway.script = [accepted(), Delta(0, (1,), "a"), asyncio.Event()]
+    gc.disable()
+    try:
+        async with Client([f"127.0.0.1:{free_port()}", gateway.address]) as client:
+            for _ in range(2):  # one of them begins at the address where nobody is
+                gateway.cancelled.clear()
+                async for event in client.generate(HELLO):
+                    if isinstance(event, Delta):
+                        break
+                await asyncio.wait_for(gateway.cancelled.wait(), 10.0)
+    finally:
+        gc.enable()
 
 
 async def test_an_error_keeps_its_class_reason_and_details(client: Client, gateway: FakeGateway) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import itertools
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -78,12 +81,43 @@ def spare_collections() -> None:
     gc.set_threshold(young, middle, OLD_RARELY)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with contextlib.closing(socket.socket()) as s:
-        s.bind((host, 0))
-        port: int = s.getsockname()[1]
-        return port
+FIRST_PORT, END_PORT = 10_000, 32_000
+"""Below what the kernel gives to those who ask for any port."""
+PORTS_BLOCK = 1000
+PORTS_STRIDE = 10
+"""Who finds a port taken tries the next ones; those are not given to anybody soon."""
+_ports: list[Iterator[int]] = []
+"""This process's own, once it asked."""
+
+
+def free_port() -> int:
+    """A port for a process that is about to be started: nobody listens on it, no other process that asks here gets it while this one lives, and
+    the kernel gives it to no outgoing connection. A worker takes half a minute to come to its ports.
+    """
+    if not _ports:
+        _ports.append(_ports_of_its_own())
+    return next(_ports[0])
+
+
+def _ports_of_its_own() -> Iterator[int]:
+    directory = Path(tempfile.gettempdir(), f"trimtab-ports-{os.getuid()}")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for first in range(FIRST_PORT, END_PORT, PORTS_BLOCK):
+        with (directory / str(first)).open("a") as lock:  # the kernel lets go of it when this process ends
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            for offset in itertools.cycle(
+                [n for start in range(PORTS_STRIDE) for n in range(start, PORTS_BLOCK, PORTS_STRIDE)]
+            ):
+                if port_is_free(first + offset):
+                    yield first + offset
+    while True:  # all blocks are taken
+        with contextlib.closing(socket.socket()) as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        yield port
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
