@@ -1,6 +1,7 @@
-"""`trimtab bench soak`: ten minutes of ten puts a second to 200 nodes, and what every process's memory does meanwhile.
+"""`trimtab bench soak`: ten minutes of ten puts a second to 200 nodes, five more before them, and what every process's memory does meanwhile.
 
-Everything that is bounded is filled first (the store's log, nodes' answers), so that a slope says that something grows without a bound.
+Everything that is bounded is filled first (the store's log, nodes' answers, the two minutes of telemetry that a control plane keeps of each
+node), so that a slope says that something grows without a bound.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.bench.checkpoint import new_directory
 from services.bench.goals import Goal
 from services.bench.options import Options
 from services.bench.processes import BenchError
-from services.bench.progress import progress
+from services.bench.progress import Progress, progress
 from services.bench.push.course import Plane, herd, plane
 from services.bench.push.store import used_kb
 from services.bench.report import Report, command, machine
@@ -27,15 +28,15 @@ from trimtab.kit.cli import ExitCode, table
 
 NODES, REPLICAS, PUTS_PER_S = 200, 2, 10.0
 FULL_S, QUICK_S = 600.0, 60.0
+SETTLE_S = 300.0
+"""Of the same load before anything is counted: windows of telemetry fill for three minutes, allocators find their size."""
 FILL_PUTS = 8600
 """The store's log holds some 8,192 puts."""
 SAMPLE_S = 2.0
-SETTLED = 0.25
-"""The first quarter of the samples does not count: allocators and caches find their size."""
 USED = "used_memory"
 """What the store has allocated by its own count: what it holds grows where this does, and its allocator's gaps where the process alone does."""
 BATCHES = 8
-"""The rest is cut into so many stretches; the slope's interval is from theirs, since neighbouring samples share their noise."""
+"""The run is cut into so many stretches; the slope's interval is from theirs, since neighbouring samples share their noise."""
 GOAL_KB_PER_MINUTE = 20.0
 """Below this a process of 200 MB doubles in a week: what is called zero. Pages come in fours of KB, arenas of allocators in MB."""
 
@@ -49,11 +50,10 @@ class Watched:
 
     def slope(self) -> Estimate | None:
         """KB a minute: the median of the slopes between stretches' medians, and their quartiles' spread as an interval (Theil and Sen)."""
-        kept = self.samples[int(len(self.samples) * SETTLED) :]
-        size = len(kept) // BATCHES
+        size = len(self.samples) // BATCHES
         if size < 2:
             return None
-        stretches = [kept[i * size : (i + 1) * size] for i in range(BATCHES)]
+        stretches = [self.samples[i * size : (i + 1) * size] for i in range(BATCHES)]
         points = [(quantile([t for t, _ in s], 0.5), quantile([kb for _, kb in s], 0.5)) for s in stretches]
         slopes = [
             60.0 * (b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] > a[0]
@@ -65,30 +65,30 @@ async def run(options: Options) -> Report:
     """The whole soak. Cancelled, it ends what it started and reports what it has."""
     if options.resume:
         raise BenchError("bench soak runs in one piece; it keeps nothing that could be resumed", ExitCode.USAGE)
-    length_s = QUICK_S if options.quick else FULL_S
+    length_s, settle_s, fill = (QUICK_S, 0.0, 500) if options.quick else (FULL_S, SETTLE_S, FILL_PUTS)
     facts, notes, whole = machine(), [], True
     watched: dict[str, Watched] = {}
     puts = 0
-    with progress(length_s + 90) as show:
+    with progress(length_s + settle_s + 90) as show:
         try:
             async with plane(new_directory("soak"), REPLICAS) as at:
                 show.stage(f"{NODES} nodes")
                 nodes = await herd(at, NODES)
-                show.stage(f"{FILL_PUTS if not options.quick else 500} puts, to fill what is bounded")
-                for _ in range(FILL_PUTS if not options.quick else 500):
+                show.stage(f"{fill} puts, to fill what is bounded")
+                for _ in range(fill):
                     await at.put()
                 show.done(90)
+                if settle_s:
+                    show.stage(f"{PUTS_PER_S:g} puts a second for {settle_s:g} s that do not count")
+                    async for _ in _put(at, settle_s, show):
+                        pass
                 show.stage(f"{PUTS_PER_S:g} puts a second for {length_s:g} s")
-                begun = time.monotonic()
-                sampler = asyncio.create_task(_sample(at, watched, begun))
+                sampler = asyncio.create_task(_sample(at, watched))
                 try:
                     last = None
-                    while time.monotonic() - begun < length_s:
-                        last = (await at.put()).identity
+                    async for identity in _put(at, length_s, show):
+                        last = identity
                         puts += 1
-                        await asyncio.sleep(max(0.0, begun + puts / PUTS_PER_S - time.monotonic()))
-                        if puts % 100 == 0:
-                            show.done(100 / PUTS_PER_S)
                     saw = await nodes.until(last, 30.0)
                     held = f"{NODES - saw['missing']} of {NODES} nodes held the last of {puts} versions"
                     notes.append(f"at its end {held}; steps back: {saw['backwards']}")
@@ -105,11 +105,25 @@ async def run(options: Options) -> Report:
     rows = [_row(w) for w in watched.values()]
     return Report(
         "soak", rows, _goals(watched, whole and not options.quick), _sections(rows), notes, whole, facts, command(),
-        setup={"nodes": NODES, "replicas": REPLICAS, "puts_per_s": PUTS_PER_S, "seconds": length_s, "puts": puts},
+        setup={"nodes": NODES, "replicas": REPLICAS, "puts_per_s": PUTS_PER_S, "settle_s": settle_s, "seconds": length_s,
+               "puts": puts},
     )  # fmt: skip
 
 
-async def _sample(at: Plane, watched: dict[str, Watched], begun: float) -> None:
+async def _put(at: Plane, length_s: float, show: Progress) -> AsyncIterator[Any]:
+    """PUTS_PER_S for so long; yields what each wrote."""
+    begun, puts = time.monotonic(), 0
+    while time.monotonic() - begun < length_s:
+        yield (await at.put()).identity
+        puts += 1
+        await asyncio.sleep(max(0.0, begun + puts / PUTS_PER_S - time.monotonic()))
+        if puts % 100 == 0:
+            show.done(100 / PUTS_PER_S)
+
+
+async def _sample(at: Plane, watched: dict[str, Watched]) -> None:
+    begun = time.monotonic()
+
     def add(name: str, kb: float) -> None:
         watched.setdefault(name, Watched(name)).samples.append((time.monotonic() - begun, kb))
 
