@@ -102,6 +102,15 @@ def set_(
     metavar="TIME",
     help="Between two commands at least.",
 )
+@click.option(
+    "--joins-within",
+    "joins_within_ms",
+    type=duration,
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="An instance is in the fleet so long after its START, or is started again: what an engine takes to load, and more.",
+)
 @click.option("--mesh", default="default", show_default=True, metavar="M", help="Names the state directory.")
 @control_option
 @click.pass_context
@@ -114,6 +123,7 @@ def follow(
     node_id: str,
     most: int | None,
     min_interval_ms: int,
+    joins_within_ms: int,
     mesh: str,
     control: str | None,
 ) -> None:
@@ -126,7 +136,7 @@ def follow(
 
     \b
     trimtab scale follow --pool default \\
-      --start 'systemctl start trimtab-worker@{n}' --stop 'systemctl stop trimtab-worker@{n}'
+      --start 'systemctl start --no-block trimtab-worker@{n}' --stop 'systemctl stop trimtab-worker@{n}'
 
     Exit codes: 1 the list of instances can't be used, 2 usage; else it runs until it is ended.
     """
@@ -140,8 +150,14 @@ def follow(
     path = path_of(state_dir(mesh), pool)
     try:
         with only_one(path):
-            commands, interval_s = Commands(start, stop, node_id), min_interval_ms / 1000
-            follower = Follower(pool, commands, Book(path), min_interval_s=interval_s, most=most)
+            follower = Follower(
+                pool,
+                Commands(start, stop, node_id),
+                Book(path),
+                min_interval_s=min_interval_ms / 1000,
+                joins_s=joins_within_ms / 1000,
+                most=most,
+            )
             ask(control or ctx.obj[0], False, follower.run)
     except BadBook as e:
         click.secho(f"error: {e}", fg="red", err=True)

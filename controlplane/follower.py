@@ -35,7 +35,7 @@ LOOK_S = 1.0
 COMMAND_S = 300.0
 """For a command; one that takes longer is killed, and it is not known what it did."""
 JOINS_S = 300.0
-"""An instance that is not in the fleet for so long while workers are missing is started again."""
+"""An instance that is not in the fleet for so long while workers are missing is started again, unless it is said otherwise."""
 MOST_WAIT_S = 60.0
 
 
@@ -97,8 +97,9 @@ class Commands:
 
 
 class Follower:
-    """Belongs to one event loop. `min_interval_s` lies between two commands. With `most`, instances 0 to most - 1 are all that there may be, and
-    are this follower's whoever started them. `clock` gives seconds."""
+    """Belongs to one event loop. `min_interval_s` lies between two commands. An instance joins within `joins_s`. With `most`, instances 0 to
+    most - 1 are all that there may be, and are this follower's whoever started them. `clock` gives seconds.
+    """
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class Follower:
         book: Book,
         *,
         min_interval_s: float,
+        joins_s: float = JOINS_S,
         most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,6 +116,7 @@ class Follower:
         self._commands = commands
         self._book = book
         self._min_interval_s = min_interval_s
+        self._joins_s = joins_s
         self._most = most
         self._clock = clock
         self._seen = dict.fromkeys(book.numbers, clock())
@@ -160,13 +163,13 @@ class Follower:
         if now < self._not_before:
             return
         facts = {"pool": self._pool, "wanted": goal.wanted, "running": goal.running, "why": goal.why}
-        lost = [n for n in self._book.numbers if now - self._seen[n] > JOINS_S]
+        lost = [n for n in self._book.numbers if now - self._seen[n] > self._joins_s]
         if change.more and not full:
             await self._start(number, facts)
         elif change.fewer:
             await self._stop(ours[change.fewer[0]], facts)
         elif lost and goal.running < goal.wanted:
-            log.warning("an instance is not in the fleet", n=lost[0], node=name(lost[0]), for_s=round(JOINS_S))
+            log.warning("an instance is not in the fleet", n=lost[0], node=name(lost[0]), for_s=round(self._joins_s))
             await self._start(lost[0], facts)
 
     def _adopt(self, there: set[str]) -> None:

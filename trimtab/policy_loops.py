@@ -229,6 +229,14 @@ class HealPart:
     restarts_per_h: int = whole(
         3, low=0, high=1000, schema=92, unit="restarts", doc="of one worker within an hour at most; 0 restarts none"
     )
+    return_s: int = whole(
+        600,
+        low=10,
+        high=DAY_S,
+        schema=126,
+        unit="seconds",
+        doc="a worker told to restart is back by then, beside what it gets to finish: what its engine takes to load, and more",
+    )
 
 
 def _loop(name: str, schema: int, default: Loop = Loop.ON) -> Any:

@@ -36,8 +36,8 @@ UNHEEDED_S = 30.0
 """A worker that serves on for so long, beside what it was given to drain, was not told after all."""
 RELOAD_S = 300.0
 """A node whose policy was told again is told it once more after this, where nothing came of it."""
-RETURN_S = 600.0
-"""A worker that was told to restart is back by then, beside what it was given to drain."""
+LATE_S = 300.0
+"""Of one that did not come back, and that nobody remembers by then, it is told for so long."""
 ADVISED_S = 600.0
 """The same process is advised to be restarted again no sooner."""
 LOOKS = 100
@@ -202,9 +202,10 @@ def _inversions(
 
 
 def _over(told: Told, n: NodeSeen | None, now: float) -> bool:
-    """Whether the node runs as another process, or as the same one as if nobody had told it anything, or nobody remembers it."""
+    """Whether the node runs as another process, or as the same one as if nobody had told it anything, or is gone for good: an engine may
+    take longer to load than a silent node is remembered."""
     if n is None:
-        return True
+        return now >= told.by + LATE_S
     if n.incarnation == told.incarnation:
         return now >= told.due and n.fresh(now) and n.state is not NodeState.DRAINING
     return n.connected and n.state is NodeState.SERVING
@@ -245,7 +246,9 @@ def _restarted(
             continue
         drain_s = 0.0 if f.urgent else float(rule.grace_s)
         commands.append(Restart(node_id, f.node.incarnation, drain_s, f.reason, f.evidence))
-        told[node_id] = Told(f.node.incarnation, f.node.node.pool, now + drain_s + UNHEEDED_S, now + drain_s + RETURN_S)
+        told[node_id] = Told(
+            f.node.incarnation, f.node.node.pool, now + drain_s + UNHEEDED_S, now + drain_s + rule.return_s
+        )
         restarts[node_id] = (*restarts.get(node_id, ()), now)
     return commands, alerts
 

@@ -45,9 +45,10 @@ class Machine:
         path = self.directory / f"{what}-fails"
         path.unlink() if code is None else path.write_text(str(code))
 
-    def follower(self, most: int | None = None) -> Follower:
+    def follower(self, most: int | None = None, joins_s: float = following.JOINS_S) -> Follower:
         commands, book = Commands(self.start, self.stop, "box-w{n}"), Book(self.path)
-        return Follower("default", commands, book, min_interval_s=INTERVAL_S, most=most, clock=lambda: self.now)
+        clock = lambda: self.now  # noqa: E731
+        return Follower("default", commands, book, min_interval_s=INTERVAL_S, joins_s=joins_s, most=most, clock=clock)
 
     @property
     def called(self) -> list[str]:
@@ -247,6 +248,20 @@ async def test_an_instance_that_does_not_join_is_started_again_in_time(tmp_path:
         machine.joined()
         await machine.looks(it, admin)
         assert len(machine.called) == 2, "it was there a moment ago"
+
+
+async def test_a_model_that_takes_long_to_load_is_waited_for_as_long_as_is_said(tmp_path: Path) -> None:
+    async with a_control() as (control, admin):
+        machine = Machine(tmp_path, control)
+        it = machine.follower(joins_s=1800.0)
+        control.wanted = 1
+        await machine.looks(it, admin)
+        machine.now += 1790.0
+        await machine.looks(it, admin)
+        assert machine.called == ["start 0 0"]
+        machine.now += 20.0
+        await machine.looks(it, admin)
+        assert machine.called == ["start 0 0", "start 0 0"]
 
 
 async def test_a_list_that_can_not_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:

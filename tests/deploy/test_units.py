@@ -156,10 +156,19 @@ def test_the_follower_starts_no_worker_that_has_no_gpu(
     assert isinstance(follow, click.Command)
     asked = follow.make_context("follow", command[3:]).params
     assert (asked["pool"], asked["node_id"], asked["most"]) == ("default", node_id, most)
-    assert asked["start"] == "systemctl start trimtab-worker@{n}"
+    # `systemctl start` waits until the unit serves, which a large model does after half an hour, and others may be missing too.
+    assert asked["start"] == "systemctl start --no-block trimtab-worker@{n}"
+    assert asked["joins_within_ms"] > minutes_ms(
+        Unit(tmp_path, "trimtab-worker@0.service").values("TimeoutStartSec")[0]
+    )
     assert asked["stop"] == "systemctl stop trimtab-worker@{n}"
     worker = Unit(tmp_path, "trimtab-worker@0.service")
     assert worker.environment["TRIMTAB_WORKER_NODE_ID"] == node_id.replace("{n}", "0")
+
+
+def minutes_ms(said: str) -> int:
+    assert said.endswith("min")
+    return int(said.removesuffix("min")) * 60_000
 
 
 def test_cuda_s_devices_are_made_before_a_worker_starts(root: Path) -> None:

@@ -45,10 +45,10 @@ CLIENT_DOOR_OPTIONS = [
 WORKER_OPTIONS: list[tuple[str, Any]] = [
     *SERVER_OPTIONS,
     # A gateway that vanished without a word (no FIN, no RST) leaves a connection that the kernel keeps for as long as it takes what is sent, and
-    # 20 s more. So a gateway from which nothing came for half a second is asked, and its requests end with the link when it does not answer.
-    # gRPC's own threads answer: a gateway whose event loop is busy is spared.
-    ("grpc.keepalive_time_ms", 500),
-    ("grpc.keepalive_timeout_ms", 1500),
+    # 20 s more. So a gateway from which nothing came for a moment is asked, and its requests end with the link when it does not answer.
+    # gRPC's own threads answer: a gateway whose event loop is busy is spared. Up to two of its intervals pass before it asks.
+    ("grpc.keepalive_time_ms", 300),
+    ("grpc.keepalive_timeout_ms", 1200),
 ]
 """For a worker: requests of a gateway that is lost for 2 s are let go (DESIGN §3)."""
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [

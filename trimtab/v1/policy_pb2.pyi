@@ -1449,6 +1449,7 @@ class HealPolicy(_message.Message):
     INVERSION_S_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
     RESTARTS_PER_H_FIELD_NUMBER: _builtins.int
+    RETURN_S_FIELD_NUMBER: _builtins.int
     leak_s: _builtins.int
     """KV blocks held so long by an idle worker are a leak. In seconds. Schema 86."""
     growth_mb_per_min: _builtins.int
@@ -1463,6 +1464,8 @@ class HealPolicy(_message.Message):
     """What a worker that is to be restarted gets to finish. In seconds. Schema 91."""
     restarts_per_h: _builtins.int
     """Of one worker within an hour at most; 0 restarts none. In restarts. Schema 92."""
+    return_s: _builtins.int
+    """A worker told to restart is back by then, beside what it gets to finish: what its engine takes to load, and more. In seconds. Schema 126."""
     def __init__(
         self,
         *,
@@ -1473,10 +1476,11 @@ class HealPolicy(_message.Message):
         inversion_s: _builtins.int | None = ...,
         grace_s: _builtins.int | None = ...,
         restarts_per_h: _builtins.int | None = ...,
+        return_s: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "_return_s", b"_return_s", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h", "return_s", b"return_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "_growth_mb_per_min", b"_growth_mb_per_min", "_growth_s", b"_growth_s", "_inversion_s", b"_inversion_s", "_leak_s", b"_leak_s", "_no_progress_s", b"_no_progress_s", "_restarts_per_h", b"_restarts_per_h", "_return_s", b"_return_s", "grace_s", b"grace_s", "growth_mb_per_min", b"growth_mb_per_min", "growth_s", b"growth_s", "inversion_s", b"inversion_s", "leak_s", b"leak_s", "no_progress_s", b"no_progress_s", "restarts_per_h", b"restarts_per_h", "return_s", b"return_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grace_s: _TypeAlias = _typing.Literal["grace_s"]  # noqa: Y015
     _WhichOneofArgType__grace_s: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s"]  # noqa: Y015
@@ -1492,6 +1496,8 @@ class HealPolicy(_message.Message):
     _WhichOneofArgType__no_progress_s: _TypeAlias = _typing.Literal["_no_progress_s", b"_no_progress_s"]  # noqa: Y015
     _WhichOneofReturnType__restarts_per_h: _TypeAlias = _typing.Literal["restarts_per_h"]  # noqa: Y015
     _WhichOneofArgType__restarts_per_h: _TypeAlias = _typing.Literal["_restarts_per_h", b"_restarts_per_h"]  # noqa: Y015
+    _WhichOneofReturnType__return_s: _TypeAlias = _typing.Literal["return_s"]  # noqa: Y015
+    _WhichOneofArgType__return_s: _TypeAlias = _typing.Literal["_return_s", b"_return_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_s) -> _WhichOneofReturnType__grace_s | None: ...
     @_typing.overload
@@ -1506,6 +1512,8 @@ class HealPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__no_progress_s) -> _WhichOneofReturnType__no_progress_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__restarts_per_h) -> _WhichOneofReturnType__restarts_per_h | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_s) -> _WhichOneofReturnType__return_s | None: ...
 
 Global___HealPolicy: _TypeAlias = HealPolicy  # noqa: Y015
 

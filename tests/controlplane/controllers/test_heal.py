@@ -284,6 +284,24 @@ def test_a_worker_that_does_not_come_back_is_told_of() -> None:
     assert run.tick().alerts == ()
 
 
+def test_an_engine_that_loads_for_long_is_waited_for_as_long_as_the_policy_says() -> None:
+    """Also where the node was silent for so long that nobody remembers it; and nobody else of its pool goes meanwhile."""
+    policy = policy_of({"heal.return_s": 1800})
+    run = a_run(leaking(idle_since=0.0), leaking("w1", idle_since=NOW + 5000.0), policy=policy)
+    run.tick()
+    assert [c.node_id for c in run.commands] == ["w0"]
+    gone = run.nodes.pop(0)
+    assert gone.node_id == "w0"
+    run.of("w1").idle_since = NOW - 1000.0
+    run.tick(1820)
+    assert ([c.node_id for c in run.commands], run.decision.alerts) == (["w0"], ())
+    run.tick(12)
+    assert [a.text for a in run.decision.alerts] == ["w0 was told to restart and is not back"]
+    assert [c.node_id for c in run.commands] == ["w0", "w1"]
+    run.tick(320)
+    assert "heal/w0" not in [a.key for a in run.decision.alerts], "nobody knows it any more"
+
+
 def test_a_new_leader_leaves_a_worker_alone_that_the_old_one_has_told() -> None:
     run = a_run(leaking(idle_since=0.0))
     run.tick()
