@@ -13,6 +13,7 @@ from controlplane.cli_scale import follow
 from services.gateway.processes import START_S
 from services.gateway.settings import GatewaySettings
 from services.worker.__main__ import ENDS_S
+from services.worker.engines.vllm import environment
 from services.worker.settings import WorkerSettings
 from tests.deploy.units import Unit, install
 from trimtab.kit.notify import PACE_S, PATIENCE_S
@@ -30,6 +31,8 @@ SERVICES = (
 NOTIFYING = SERVICES[:3]
 EXPOSED_AT_MOST = dict.fromkeys(SERVICES, 30) | {"trimtab-worker@0.service": 40}
 """Tenths of systemd-analyze's score, 0 to 100. A worker has the GPUs' devices, and makes machine code at run time."""
+
+ROOT = Path(__file__).parents[2]
 
 systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze")
 
@@ -128,6 +131,13 @@ def test_worker_n_has_gpu_n_and_ports_of_its_own(root: Path) -> None:
     assert (env["TRIMTAB_WORKER_NODE_ID"], env["CUDA_VISIBLE_DEVICES"]) == ("w3", "3")
     assert (env["TRIMTAB_WORKER_LISTEN"], env["TRIMTAB_WORKER_METRICS"]) == ("127.0.0.1:7103", "127.0.0.1:7203")
     WorkerSettings(node_id=env["TRIMTAB_WORKER_NODE_ID"], listen=env["TRIMTAB_WORKER_LISTEN"])
+
+
+def test_an_engine_gets_as_long_to_load_as_its_unit_and_its_chart_wait(root: Path) -> None:
+    """vLLM by itself gives up after ten minutes, which a model of hundreds of GB may take."""
+    seconds = int(environment(1)["VLLM_ENGINE_READY_TIMEOUT_S"])
+    assert seconds * 1000 == minutes_ms(Unit(root, "trimtab-worker@0.service").values("TimeoutStartSec")[0])
+    assert f"startupSeconds: {seconds}" in (ROOT / "deploy/helm/trimtab/values.yaml").read_text()
 
 
 def test_no_unit_shares_its_state_with_another_user_s(root: Path) -> None:

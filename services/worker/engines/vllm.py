@@ -57,6 +57,8 @@ def environment(kv_cache_gib: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # vLLM's own ten minutes end the start of a model of hundreds of GB; systemd's unit and the chart wait as long as this.
+        "VLLM_ENGINE_READY_TIMEOUT_S": "1800",
     }
     found = {k: os.environ.get(k, v) for k, v in wanted.items()}
     found[KV_SPACE] = wanted[KV_SPACE]
