@@ -25,6 +25,7 @@ from trimtab.messages import Prompt, Request, Workload
 from trimtab.policy import Isolation, Policy
 from trimtab.tenant import DEFAULT, Tenant
 from trimtab.v1 import inference_pb2
+from trimtab.validation import MAX_REQUEST_ID
 
 BYTES_PER_TOKEN = 4.0
 """To begin with; learned from what workers say of real prompts."""
@@ -70,6 +71,14 @@ class Dispatch:
     ) -> Call:
         """A request's call, to be read once. `timeout_s` None takes the workload's default; the message becomes the call's own."""
         return Call(self, request, tenant, timeout_s, parent)
+
+    def named(self, header: str) -> str:
+        """The request id of a call that a header names: that, or one made of it while another request here has it. Services hand the id that
+        they were called by on to all the calls that they make, several at a time.
+        """
+        if header not in self.admission.live:
+            return header
+        return f"{header[: MAX_REQUEST_ID - 9]}~{random.getrandbits(32):08x}"
 
     def next_start(self) -> int:
         """A number for a Start, of all of this gateway's; the wire has 32 bits for it."""

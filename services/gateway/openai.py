@@ -135,7 +135,7 @@ class OpenAiDoor:
             if name not in ("realtime", "batch"):
                 raise refused("x-workload", f"must be realtime or batch, not {name!r}")
             workload = Workload(name)
-        request_id = request.headers.get("x-request-id", "")
+        request_id = self._dispatch.named(request.headers.get("x-request-id", ""))
         try:
             pb = codec.encode_request(replace(ask.request, request_id=request_id, workload=workload))
         except UnicodeError:

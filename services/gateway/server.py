@@ -28,7 +28,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Metadata: `authorization`; `x-workload` and `x-request-id` where the message leaves them unset; `traceparent` of the caller."""
+        """Metadata: `authorization`; `x-workload` and `x-request-id` where the message leaves them unset; `traceparent` of the caller.
+
+        A request id in the message has to be its own; one in metadata is made so where it is not.
+        """
         async with rpc.guarded(context):
             tenant = self._tenant(context, "Generate")
             metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
@@ -37,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     text = f"must be realtime or batch, not {name!r}"
                     raise InvalidRequest(f"metadata x-workload {text}", violations=(Violation("x-workload", text),))
                 request.workload = WORKLOADS[name]
-            request.request_id = request.request_id or metadata.get("x-request-id", "")
+            request.request_id = request.request_id or self._dispatch.named(metadata.get("x-request-id", ""))
             call = self._dispatch.generate(
                 request,
                 tenant=tenant,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.gateway.builders import a_request, read, until
-from tests.gateway.fake_worker import WORDS, Running
+from tests.gateway.fake_worker import WORDS, Running, hang
 from trimtab import messages as m
 from trimtab.errors import (
     DeadlineExceeded,
@@ -136,6 +136,28 @@ async def test_metadata_names_workload_and_request_where_the_message_does_not(st
     error = rpc.from_call(caught.value)
     assert isinstance(error, InvalidRequest)
     assert error.violations[0].field == "x-workload"
+
+
+async def test_calls_that_share_an_id_in_metadata_run_side_by_side(start_worker, start_gateway):
+    worker = await start_worker(script=hang)
+    gateway = await start_gateway(worker)
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}", "gateway") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        pb = inference_pb2.GenerateRequest(model="m", text="x")
+        calls = [stub.Generate(pb, metadata=(("x-request-id", "mine"),)) for _ in range(3)]
+        said = [(await call.read()).accepted.request_id for call in calls]
+        assert len(set(said)) == 3 and [each[:4] for each in said] == ["mine"] * 3
+        assert "mine" in said
+        named = stub.Generate(inference_pb2.GenerateRequest(model="m", text="x", request_id="mine"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await named.read()
+        assert isinstance(rpc.from_call(caught.value), InvalidRequest), "an id in the message is the caller's own"
+        for call in calls:
+            call.cancel()
+        await until(lambda: not gateway.admission.live)
+        again = stub.Generate(pb, metadata=(("x-request-id", "mine"),))
+        assert (await again.read()).accepted.request_id == "mine"
+        again.cancel()
 
 
 async def test_metadata_above_the_limit_is_refused_with_the_limit(start_worker, start_gateway):

@@ -74,6 +74,18 @@ async def test_a_stream_that_waits_in_line_has_headers_and_comments(full, monkey
     assert rest.endswith("data: [DONE]\n\n")
 
 
+async def test_http_calls_that_share_an_id_run_side_by_side(full):
+    worker, gateway = full
+    async with http_batch(gateway) as first:
+        assert first.headers["x-request-id"] == "b"
+        async with http_batch(gateway) as second:
+            assert second.status == 200
+            assert second.headers["x-request-id"].startswith("b~")
+            make_room(worker)
+            assert (await second.text()).endswith("data: [DONE]\n\n")
+        assert (await first.text()).endswith("data: [DONE]\n\n")
+
+
 async def test_an_error_before_the_headers_has_its_own_status_and_one_after_them_is_an_event(full, monkeypatch):
     _, gateway = full
 
