@@ -124,6 +124,8 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     workers = [_worker(sections, control, i, up.workers, ports) for i in range(up.workers)]
     specs += workers
     where = ["--node-id", "g0", "--listen", gateway, "--http", http, "--control", control]
+    if sections.gateway.metrics:
+        where += ["--metrics", ports.take(sections.gateway.metrics, "gateway's metrics")]
     argv = _module("services.gateway", *common, *where)
     specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
     return Plan(tuple(specs), gateway, http, control, tuple(w.address for w in workers), store, tuple(ports.notes))

@@ -32,6 +32,7 @@ from services.gateway.http_server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import OpenAiDoor
 from services.gateway.processes import supervise
+from services.gateway.scrape_door import ScrapeDoor
 from services.gateway.settings import GatewaySettings
 from services.gateway.siblings import Siblings
 from services.gateway.tenants import Tenants
@@ -100,7 +101,13 @@ class Gateway:
         keys = Path(s.keys) if s.keys else None
         self.tenants = Tenants(keys, denials, mesh=s.mesh, by_certificate=s.asks_for_certificates)
         self.coalescer = Coalescer(s.coalesce_ms)
-        door = OpenAiDoor(self.dispatch, self.tenants, self.coalescer, max_body_bytes=s.max_body_bytes)
+        door = OpenAiDoor(
+            self.dispatch,
+            self.tenants,
+            self.coalescer,
+            max_body_bytes=s.max_body_bytes,
+            shows_metrics=not s.metrics,
+        )
         self.http = HttpServer(
             door.handle,
             s.http,
@@ -110,6 +117,10 @@ class Gateway:
             denials=denials,
             shares=shares,
         )
+        self.scraped: HttpServer | None = None
+        if s.metrics:
+            scrape = ScrapeDoor(lambda: self.metrics.scraped())
+            self.scraped = HttpServer(scrape.handle, s.metrics, max_body_bytes=s.max_body_bytes, shares=shares)
         self._siblings: Siblings | None = None
         if s.process is not None:
             self._siblings = Siblings(Path(s.siblings), s.process, s.processes, self.metrics.text)
@@ -155,6 +166,12 @@ class Gateway:
         tls = tls_of(self.settings, self.settings.mesh)
         self.grpc_port = rpc.bind(self.grpc, self.settings.listen, tls, clients_need_one=self.settings.client_certs)
         await self.http.start()
+        if self.scraped is not None:
+            try:
+                await self.scraped.start()
+            except BaseException:
+                await self.http.stop()
+                raise
 
     async def _linked(self) -> None:
         """Until it can serve, or until it is no use to wait longer."""
@@ -166,11 +183,12 @@ class Gateway:
     def _report(self) -> None:
         """To the control plane, from now on. Of several processes the ports are known before they listen."""
         host, port = host_port(self.settings.listen)
-        http_host, http_port = host_port(self.settings.http)
+        scraped = self.scraped or self.http
+        scraped_host, scraped_port = host_port(self.settings.metrics or self.settings.http)
         me = Identification(
             self.settings.name,
             f"{host}:{self.grpc_port or port}",
-            f"{http_host}:{self.http.port or http_port}",
+            f"{scraped_host}:{scraped.port or scraped_port}",
             self.keeper,
             self.admission,
             self.metrics,
@@ -241,7 +259,9 @@ class Gateway:
             await rpc.cancel_and_wait(task)
         if self._siblings is not None:
             await self._siblings.stop()
-        await self.http.stop()
+        for server in (self.http, self.scraped):
+            if server is not None:
+                await server.stop()
         await self.grpc.stop(0.5)
         await self.endpoints.close()
 
@@ -302,7 +322,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         process.die_with_parent(s.parent_pid, signal.SIGTERM)
     telemetry.setup_logging(f"gateway {s.name}", level=s.log_level)
     rpc.use_tls(tls)
-    warn((s.listen, s.http), tls)
+    warn((s.listen, s.http), tls, metrics=s.metrics)
     provider = telemetry.setup_tracing(f"gateway-{s.name}", process.state_dir(s.mesh))
     code = 0
     try:

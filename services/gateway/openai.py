@@ -49,7 +49,15 @@ Handler = Callable[[web.BaseRequest, Tenant], Awaitable[web.StreamResponse]]
 
 
 class OpenAiDoor:
-    def __init__(self, dispatch: Dispatch, tenants: Tenants, coalescer: Coalescer, *, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tenants: Tenants,
+        coalescer: Coalescer,
+        *,
+        max_body_bytes: int,
+        shows_metrics: bool = True,
+    ) -> None:
         self._coalescer = coalescer
         self._dispatch = dispatch
         self._tenants = tenants
@@ -60,8 +68,9 @@ class OpenAiDoor:
             "/v1/completions": ("POST", self._completion),
             MODELS: ("GET", self._models),
             "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
         }
+        if shows_metrics:
+            self._routes["/metrics"] = ("GET", self._metrics)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request; raises nothing but cancellation."""

@@ -168,9 +168,12 @@ async def supervise(s: GatewaySettings, arguments: Sequence[str]) -> int:
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
     notifier = notify.from_environment()
-    with held(s.listen) as listen, held(s.http) as http, _directory(s.processes) as directory:
+    with contextlib.ExitStack() as ports:
+        listen, http = ports.enter_context(held(s.listen)), ports.enter_context(held(s.http))
+        metrics = ("--metrics", ports.enter_context(held(s.metrics))) if s.metrics else ()
+        directory = ports.enter_context(_directory(s.processes))
         # -P: what lies in the directory that it was started in is not taken for a module.
-        own = (sys.executable, "-P", "-m", "services.gateway", *arguments, "--listen", listen, "--http", http)
+        own = (sys.executable, "-P", "-m", "services.gateway", *arguments, "--listen", listen, "--http", http, *metrics)
         own = (*own, "--siblings", str(directory), "--parent-pid", str(os.getpid()), "--process")
         numbers = range(1, s.processes + 1)
         children = [Child(f"{s.node_id}.{n}", (*own, str(n)), siblings.socket_of(directory, n)) for n in numbers]

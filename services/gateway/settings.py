@@ -18,6 +18,7 @@ class GatewaySettings(TlsSettings):
     mesh: str = setting("default", "mesh that this gateway belongs to; names its state directory")
     listen: str = setting("127.0.0.1:7070", "gRPC address")
     http: str = setting("127.0.0.1:7080", "HTTP address: OpenAI-compatible API, /health and /metrics")
+    metrics: str = setting("", "address of /metrics, plain HTTP; empty: at the HTTP door, for whoever reaches that")
     control: tuple[str, ...] = setting(("127.0.0.1:7071",), "control plane replicas, host:port")
     workers: tuple[str, ...] = setting((), "static workers, host:port, beside those that the control plane names")
     default_workload: str = setting("realtime", "workload of requests that name none: realtime or batch")
@@ -39,7 +40,8 @@ class GatewaySettings(TlsSettings):
     siblings: str = setting("", "directory of their sockets; set by the one that started them", for_people=False)
 
     def __post_init__(self) -> None:
-        wrong = check(self, "gateway", addresses=("listen", "http", "control", "workers"), names=("node_id", "mesh"))
+        addresses = ("listen", "http", "control", "workers", *(("metrics",) if self.metrics else ()))
+        wrong = check(self, "gateway", addresses=addresses, names=("node_id", "mesh"))
         wrong += faults("gateway", self, well_formed(self.listen, self.http)) + self._faults_of_callers()
         if not (self.realtime_deadline_s > 0 and self.batch_deadline_s > 0):
             wrong.append("gateway realtime_deadline_s and batch_deadline_s must be above 0")

@@ -30,7 +30,7 @@ SECTIONS: dict[str, type] = {"control": ControlSettings, "gateway": GatewaySetti
 TLS = {"tls_ca", "tls_cert", "tls_key", "insecure", "parent_pid", "mesh", "listen"}
 FROM_THE_CLUSTER = {
     "control": TLS | {"metrics", "redis", "redis_password", "replica_id", "advertise", "access"},
-    "gateway": TLS | {"node_id", "http", "control", "keys", "process", "siblings"},
+    "gateway": TLS | {"node_id", "http", "metrics", "control", "keys", "process", "siblings"},
     "worker": TLS | {"node_id", "pool", "metrics", "control", "advertise"},
 }
 """Settings that are no values: the chart knows them."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import aiohttp
 import pytest
 
 from services.gateway import openai
+from services.gateway.settings import GatewaySettings
 from tests.gateway.builders import until
 from tests.gateway.fake_worker import Running
+from trimtab.kit import rpc
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
@@ -209,3 +212,33 @@ async def test_metrics_count_requests_with_bounded_labels(call):
         page = await session.get(f"http://127.0.0.1:{call.gateway.http.port}/metrics")
         assert page.status == 200
         assert "trimtab_gateway_requests_total" in await page.text()
+
+
+async def test_metrics_may_have_an_address_of_their_own(start_worker, start_gateway):
+    gateway = await start_gateway(await start_worker(), metrics="127.0.0.1:0")
+    public, own = (f"http://127.0.0.1:{server.port}" for server in (gateway.http, gateway.scraped))
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{own}/metrics") as answer:
+            assert answer.status == 200
+            assert "trimtab_gateway_links_up 1.0" in await answer.text()
+        async with session.get(f"{public}/metrics") as answer:
+            assert answer.status == 404
+            assert "trimtab_gateway" not in await answer.text()
+        async with session.get(f"{public}/health") as answer:
+            assert answer.status == 200
+        async with session.get(f"{own}/v1/models") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unknown_url")
+        async with session.post(f"{own}/metrics") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+
+
+async def test_a_taken_metrics_address_leaves_nothing_behind(start_worker, start_gateway):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(rpc.PortTaken, match=address):
+            await start_gateway(await start_worker(), metrics=address)
+
+
+def test_a_metrics_address_is_checked_like_the_others() -> None:
+    with pytest.raises(ValueError, match="gateway metrics"):
+        GatewaySettings(metrics="nowhere")

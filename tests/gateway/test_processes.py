@@ -104,6 +104,15 @@ def held_up_by(go_on: asyncio.Event) -> Script:
 
 
 @pytest.mark.slow
+async def test_processes_share_the_address_of_their_metrics_too(start_worker):
+    worker, own = await start_worker(), f"127.0.0.1:{free_port()}"
+    async with two_processes(worker, "--metrics", own) as (_, _, http):
+        await linked(own)
+        async with aiohttp.ClientSession() as session, session.get(f"http://{http}/metrics") as answer:
+            assert answer.status == 404
+
+
+@pytest.mark.slow
 async def test_connections_are_spread_and_any_process_tells_of_all(start_worker):
     worker = await start_worker()
     async with two_processes(worker) as (_, listen, http), AsyncExitStack() as stack:
