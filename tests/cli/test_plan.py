@@ -75,6 +75,18 @@ def test_each_process_gets_what_it_needs(tmp_path: Path, ports: dict[str, int]) 
     assert specs["control"].env["TRIMTAB_CONTROL_REDIS"] == plan.store == f"unix://{specs['valkey'].address}"
 
 
+def test_a_gateways_metrics_get_a_port_of_their_own_where_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--metrics" not in by_name(a_plan(tmp_path))["gateway"].argv
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("TRIMTAB_GATEWAY_METRICS", address)
+        plan = a_plan(tmp_path)
+    assert flag(by_name(plan)["gateway"], "--metrics") != address
+    assert any("gateway's metrics listens on" in note for note in plan.notes)
+
+
 def test_replicas_of_the_control_plane_share_the_store_and_every_node_knows_all(
     tmp_path: Path, ports: dict[str, int]
 ) -> None:
