@@ -35,7 +35,7 @@ MODULES = {
     "trimtab": "trimtab_cli",
 }
 """What the image's commands run."""
-PORTS = ("7070", "7071", "7072", "7080", "7100", "7200")
+PORTS = ("7070", "7071", "7072", "7080", "7081", "7100", "7200")
 VALUES = merged(
     flips.OWN_TLS,
     flips.POLICY,
@@ -145,8 +145,9 @@ class Cluster:
         asked = container[which]
         if "exec" in asked:
             return self.run(pod, container, asked["exec"]["command"]).returncode == 0
-        port = self._ports["7080"]
-        url = f"{asked['httpGet']['scheme'].lower()}://127.0.0.1:{port}{asked['httpGet']['path']}"
+        get = asked["httpGet"]
+        (number,) = [each["containerPort"] for each in container["ports"] if each["name"] == get["port"]]
+        url = f"{get.get('scheme', 'HTTP').lower()}://127.0.0.1:{self._ports[str(number)]}{get['path']}"
         unchecked = ssl._create_unverified_context()
         try:
             with urllib.request.urlopen(url, timeout=10, context=unchecked) as answer:

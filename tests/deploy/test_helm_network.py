@@ -74,7 +74,7 @@ OPEN = {
     ("control", "valkey", 6379),
 }
 """Between the parts of a mesh, by default. The port 7080 is for clients, who are in the same namespace here."""
-PORTS = (6379, 7070, 7071, 7072, 7080, 7100, 7200, 22, 443)
+PORTS = (6379, 7070, 7071, 7072, 7080, 7081, 7100, 7200, 22, 443)
 
 
 def test_the_parts_of_a_mesh_reach_what_they_need_and_nothing_else() -> None:
@@ -102,7 +102,7 @@ def test_prometheus_reaches_the_metrics_and_keda_the_scaler_where_there_is_one()
     for objects, scales in ((plain, False), (scaled, True)):
         for pod in pods(objects):
             seen = {port for port in PORTS if reaches(objects, PROMETHEUS, as_peer(pod), port)}
-            assert seen == {"control": {7072}, "gateway": {7080}, "worker": {7200}}.get(pod.component, set())
+            assert seen == {"control": {7072}, "gateway": {7081}, "worker": {7200}}.get(pod.component, set())
             asked = {port for port in PORTS if reaches(objects, KEDA, as_peer(pod), port)}
             assert asked == ({7071} if scales and pod.component == "control" else set())
 

@@ -278,18 +278,28 @@ def test_scrapes_have_the_labels_that_rules_and_boards_go_by() -> None:
         labels = {each["targetLabel"]: each["replacement"] for each in endpoint["relabelings"]}
         assert labels["mesh"] == "prod"
         found.add((labels["job"], labels.get("pool")))
-        (service,) = [
+        found_by = [
             each
             for each in of_kind(objects, "Service")
             if monitor["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+            and endpoint["port"] in {port["name"] for port in each["spec"]["ports"]}
         ]
-        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        assert len(found_by) == 1, "a pod that is found by two Services is scraped twice"
     assert found == {
         ("trimtab-gateway", None),
         ("trimtab-control", None),
         ("trimtab-worker", "default"),
         ("trimtab-worker", "slow"),
     }
+
+
+def test_no_service_that_may_be_a_load_balancer_shows_metrics() -> None:
+    """They have tenants' names."""
+    objects = charts.render({"gateway": {"service": {"type": "LoadBalancer"}}})
+    public = [each for each in of_kind(objects, "Service") if each["spec"].get("type") == "LoadBalancer"]
+    assert [{port["name"] for port in each["spec"]["ports"]} for each in public] == [{"grpc", "http"}]
+    (gateway,) = [pod for pod in pods(objects) if pod.component == "gateway"]
+    assert charts.variables(gateway.containers[0])["TRIMTAB_GATEWAY_METRICS"] == "0.0.0.0:7081"
 
 
 def test_runbooks_lead_to_where_the_values_say() -> None:
