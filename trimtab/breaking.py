@@ -144,7 +144,8 @@ def observe(
     ttft_ms: float | None = None,
     peers_median_ms: float | None = None,
 ) -> tuple[Breaker, Trip | None]:
-    """An attempt ended. `ttft_ms` where it is comparable with others' (short prompts of REALTIME requests); `peers_median_ms` is as
+    """An attempt ended. `ttft_ms` where it is comparable with others' (short prompts of REALTIME requests, where peers could have had them and
+    had no less to do: else the worker that takes a shut one's load looks slow, and the two shut each other in turn); `peers_median_ms` is as
     `median_of_peers` has it: None opens nothing by latency.
     """
     was_probe = probe and breaker.phase is Phase.HALF_OPEN

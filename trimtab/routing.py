@@ -88,9 +88,14 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
+    """`compared`: others could have taken it, and none of them had less to do. Of a worker that was the only one, or had more before it, a late
+    first token says how much it had, not how fast it is.
+    """
+
     node_id: str
     why: str
     probe: bool = False
+    compared: bool = False
 
 
 @dataclass(slots=True)
@@ -161,7 +166,8 @@ def pick(fleet: Sequence[Candidate], want: Want, draw: Sequence[float], ring: Ri
             if _able(near, want) and _fits(near, want) and near.work_tokens <= bound and _takes(near, want, share):
                 chosen, why = near, f"near: {near.work_tokens} tokens of work, where the least is {least}"
                 break
-    return Pick(chosen.node_id, why, chosen.gate is Gate.PROBE)
+    compared = len(able) > 1 and chosen.work_tokens <= least
+    return Pick(chosen.node_id, why, chosen.gate is Gate.PROBE, compared)
 
 
 def _able(c: Candidate, want: Want, *, doubtful: bool = False) -> bool:

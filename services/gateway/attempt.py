@@ -37,8 +37,18 @@ class Attempt:
     """`index` is how many tokens the client had when it began; `key` says which worker it has, in which of its lives."""
 
     def __init__(
-        self, endpoint: Endpoint, stream: Stream, span: Span, observe: Observe, *, probe: bool, index: int
+        self,
+        endpoint: Endpoint,
+        stream: Stream,
+        span: Span,
+        observe: Observe,
+        *,
+        probe: bool,
+        compared: bool,
+        index: int,
     ) -> None:
+        self.compared = compared
+        """Whether it was one of several that could have taken it, and had no more to do (`routing.Pick`)."""
         self.endpoint = endpoint
         # As it began: a reader may hear of its end only when the worker lives anew.
         self.key = endpoint.node_id, endpoint.life

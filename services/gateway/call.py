@@ -261,7 +261,9 @@ class Call:
         if pick.probe:
             endpoint.guard.probing(now * 1000.0)
         self._dispatch.admission.started(self)
-        return Attempt(endpoint, stream, span, self._dispatch.observe, probe=pick.probe, index=index)
+        return Attempt(
+            endpoint, stream, span, self._dispatch.observe, probe=pick.probe, compared=pick.compared, index=index
+        )
 
     def _digest(
         self, stream: Stream, events: list[inference_pb2.GenerateResponse]
@@ -368,9 +370,9 @@ class Call:
     def _end_attempt(self, error: BaseException | None, *, superseded: bool = True) -> None:
         if self._attempt is None:
             return
-        # First tokens of long prompts and of BATCH say more of the request than of the worker.
-        comparable = self.workload is Workload.REALTIME and not self.cold
         attempt, self._attempt = self._attempt, None
+        # First tokens of long prompts and of BATCH say more of the request than of the worker.
+        comparable = attempt.compared and self.workload is Workload.REALTIME and not self.cold
         attempt.end(error, finished=self._finished, superseded=superseded, comparable=comparable)
 
     def _expire(self) -> None:

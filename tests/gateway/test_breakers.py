@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.gateway.builders import a_request, until
-from tests.gateway.fake_worker import Running, hello_world
+from tests.gateway.fake_worker import FakeWorker, Running, hello_world
 from tests.gateway.test_endpoints import a_view
 from trimtab import messages as m
 from trimtab.breaking import Gate, Phase
@@ -75,6 +75,21 @@ async def test_engine_faults_open_it_and_requests_go_elsewhere(start_worker, sta
     assert phase(gateway, bad) is Phase.OPEN
     assert bad.count("start") == gateway.policy.breaker.min_outcomes
     assert b'trimtab_gateway_breaker_trips_total{dimension="errors"} 1.0' in gateway.metrics.text()
+
+
+async def test_first_tokens_are_compared_where_others_could_have_given_them(start_worker, start_gateway, client_of):
+    """Whoever is alone may have a backlog of its own making: late, and as fast as any."""
+    alone, first, second = [await start_worker(f"w{i}") for i in range(3)]
+
+    async def compared(*workers: FakeWorker) -> int:
+        gateway = await start_gateway(*workers)
+        client = client_of(gateway)
+        for _ in range(3):
+            await client.complete(a_request())
+        return sum(len(gateway.endpoints.get(w.address).guard.state.ttfts_ms) for w in workers)
+
+    assert await compared(alone) == 0
+    assert await compared(first, second) == 3
 
 
 @pytest.mark.slow

@@ -47,6 +47,19 @@ def test_the_least_work_wins_whatever_it_is_made_of():
     assert pick(fleet, Want(), draw()).node_id == "idle"
 
 
+def test_a_choice_says_whether_its_worker_can_be_compared_with_others():
+    idle, busy = a_worker("w0"), a_worker("w1", load=Load(running=3))
+    assert pick([idle, busy], Want(), draw()).compared
+    assert not pick([busy], Want(), draw()).compared, "nobody else could have taken it"
+    assert not pick([busy, replace(idle, gate=Gate.SHUT)], Want(), draw()).compared
+    assert not pick([busy, replace(idle, gate=Gate.PROBE)], Want(), draw()).compared, "a probe goes to whom it is for"
+    fleet = [a_worker("w0", load=Load(running=3)), a_worker("w1")]
+    keys = [key_of(f"s{i}", b"") for i in range(40)]
+    ring = Ring(["w0", "w1"])
+    near = {pick(fleet, Want(key=key), draw(), ring).compared for key in keys}
+    assert near == {True, False}, "whoever is near may have more to do than the other"
+
+
 def test_what_was_just_sent_counts_before_the_worker_reports_it():
     fleet = [a_worker("w0", in_flight=4), a_worker("w1", load=Load(running=2)), a_worker("w2", sent_tokens=9000)]
     assert pick(fleet, Want(), draw()).node_id == "w1"
