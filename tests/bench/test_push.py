@@ -132,7 +132,7 @@ async def test_a_soak_samples_every_process_and_what_the_store_uses(tmp_path: Pa
     async with course.plane(tmp_path, 1) as at:
         for _ in range(20):
             await at.put()
-        sampler = asyncio.create_task(soak._sample(at, watched, 0.0))
+        sampler = asyncio.create_task(soak._sample(at, watched))
         async with asyncio.timeout(PATIENCE_S):
             while "this client" not in watched:
                 await asyncio.sleep(0.02)
