@@ -276,7 +276,11 @@ async def serve(s: WorkerSettings, told: Told | None = None) -> int:
         httpd = serve_metrics(s.metrics, registry)
     except OSError as e:
         raise rpc.PortTaken(rpc.cannot_listen(s.metrics, e)) from e
-    w = await compose(s, told, registry)
+    try:
+        w = await compose(s, told, registry)
+    except BaseException:
+        httpd.shutdown()
+        raise
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, w.leave)
