@@ -5,7 +5,8 @@ from __future__ import annotations
 from controlplane.controllers.decision import Reload, Severity
 from controlplane.controllers.heal import RELOAD_S
 from tests.controlplane.controllers.builders import a_node, policy_of
-from tests.controlplane.controllers.test_heal import a_run, hung, leaking, waited
+from tests.controlplane.controllers.test_heal import a_run, hung, leaking
+from tests.controlplane.controllers.test_heal_inversions import waited
 from trimtab.messages import NodeState
 
 
