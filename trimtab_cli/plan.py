@@ -62,6 +62,8 @@ class Plan:
     workers: tuple[str, ...]
     store: str
     notes: tuple[str, ...]
+    metrics: str = ""
+    """Of the gateway, where that is not its HTTP door."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,13 @@ def make(sections: Sections, state_dir: Path) -> Plan:
     workers = [_worker(sections, control, i, up.workers, ports) for i in range(up.workers)]
     specs += workers
     where = ["--node-id", "g0", "--listen", gateway, "--http", http, "--control", control]
-    if sections.gateway.metrics:
-        where += ["--metrics", ports.take(sections.gateway.metrics, "gateway's metrics")]
+    scraped = ports.take(sections.gateway.metrics, "gateway's metrics") if sections.gateway.metrics else ""
+    if scraped:
+        where += ["--metrics", scraped]
     argv = _module("services.gateway", *common, *where)
     specs.append(Spec("gateway", Tier.GATEWAY, argv, gateway, http, sections.gateway.drain_s))
-    return Plan(tuple(specs), gateway, http, control, tuple(w.address for w in workers), store, tuple(ports.notes))
+    served_at = tuple(w.address for w in workers)
+    return Plan(tuple(specs), gateway, http, control, served_at, store, tuple(ports.notes), scraped)
 
 
 def another_worker(sections: Sections, plan: Plan, i: int, beside: Sequence[Spec]) -> tuple[Spec, tuple[str, ...]]:

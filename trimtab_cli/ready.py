@@ -52,7 +52,7 @@ def _text(sections: Sections, plan: Plan, greeting: Greeting | None, took_s: flo
     lines += [
         f"  gRPC     {plan.gateway}",
         f"  OpenAI   {scheme(sections)}://{plan.http}/v1",
-        f"  metrics  {scheme(sections)}://{plan.http}/metrics",
+        f"  metrics  {f'http://{plan.metrics}' if plan.metrics else f'{scheme(sections)}://{plan.http}'}/metrics",
         f"  control  {plan.control.replace(',', ', ')}",
         f"  logs     {_short(state_dir(up.mesh) / 'logs')}",
         "",
